@@ -1,0 +1,140 @@
+//! Which instruction set runs: found once, at run time, and carried as a value that proves it.
+
+use std::fmt;
+
+/// An instruction set that kernels are written for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Isa {
+    /// Portable Rust; the definition of every kernel.
+    Scalar,
+    /// x86-64 with AVX2, FMA and F16C.
+    Avx2,
+    /// x86-64 with AVX-512 F, BW, DQ, VL and VNNI.
+    Avx512,
+}
+
+impl Isa {
+    /// All of them, the plainest first.
+    pub const ALL: [Self; 3] = [Self::Scalar, Self::Avx2, Self::Avx512];
+
+    /// The name that `SMOE_KERNELS` takes and that reports show.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Scalar => "scalar",
+            Self::Avx2 => "avx2",
+            Self::Avx512 => "avx512",
+        }
+    }
+
+    fn is_available(self) -> bool {
+        match self {
+            Self::Scalar => true,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => {
+                is_x86_feature_detected!("avx2")
+                    && is_x86_feature_detected!("fma")
+                    && is_x86_feature_detected!("f16c")
+            }
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => {
+                Self::Avx2.is_available()
+                    && is_x86_feature_detected!("avx512f")
+                    && is_x86_feature_detected!("avx512bw")
+                    && is_x86_feature_detected!("avx512dq")
+                    && is_x86_feature_detected!("avx512vl")
+                    && is_x86_feature_detected!("avx512vnni")
+            }
+            #[cfg(not(target_arch = "x86_64"))]
+            Self::Avx2 | Self::Avx512 => false,
+        }
+    }
+}
+
+impl fmt::Display for Isa {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// The kernels of one instruction set. A value exists only if this machine has it, so its methods are safe.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Kernels {
+    isa: Isa,
+}
+
+/// A request for kernels that cannot be met.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum KernelsError {
+    /// No instruction set of that name.
+    Unknown {
+        /// What was asked for.
+        name: String,
+    },
+    /// This machine lacks it.
+    Unavailable {
+        /// What was asked for.
+        isa: Isa,
+    },
+}
+
+impl fmt::Display for KernelsError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unknown { name } => {
+                write!(f, "no kernels are called `{name}`: use scalar, avx2 or avx512")
+            }
+            Self::Unavailable { isa } => write!(f, "this machine cannot run {isa} kernels"),
+        }
+    }
+}
+
+impl std::error::Error for KernelsError {}
+
+impl Kernels {
+    /// The kernels of `isa`.
+    ///
+    /// # Errors
+    /// If this machine lacks it.
+    pub fn new(isa: Isa) -> Result<Self, KernelsError> {
+        if isa.is_available() { Ok(Self { isa }) } else { Err(KernelsError::Unavailable { isa }) }
+    }
+
+    /// The fastest kernels that this machine can run.
+    #[must_use]
+    pub fn detect() -> Self {
+        let isa = Isa::ALL.into_iter().rev().find(|isa| isa.is_available());
+        Self { isa: isa.unwrap_or(Isa::Scalar) }
+    }
+
+    /// The kernels called `name` (`scalar`, `avx2`, `avx512`), or the fastest ones for `None`.
+    ///
+    /// # Errors
+    /// If there is no such name, or this machine lacks them.
+    pub fn by_name(name: Option<&str>) -> Result<Self, KernelsError> {
+        let Some(name) = name else { return Ok(Self::detect()) };
+        match Isa::ALL.into_iter().find(|isa| isa.name() == name) {
+            Some(isa) => Self::new(isa),
+            None => Err(KernelsError::Unknown { name: name.to_owned() }),
+        }
+    }
+
+    /// Every set that this machine can run, scalar first: what tests walk.
+    #[must_use]
+    pub fn available() -> Vec<Self> {
+        Isa::ALL.into_iter().filter_map(|isa| Self::new(isa).ok()).collect()
+    }
+
+    /// The instruction set.
+    #[must_use]
+    pub const fn isa(self) -> Isa {
+        self.isa
+    }
+
+    /// Its name, as shown in reports.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        self.isa.name()
+    }
+}
