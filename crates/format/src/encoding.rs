@@ -215,9 +215,7 @@ impl Encoding {
         match self {
             Self::F32 => rows.checked_mul(cols)?.checked_mul(4),
             Self::F16 | Self::Bf16 => rows.checked_mul(cols)?.checked_mul(2),
-            Self::Uniform(u) => {
-                u.groups(cols).checked_mul(u.tile_bytes())?.checked_mul(rows.div_ceil(ROWS))
-            }
+            Self::Uniform(u) => u.groups(cols).checked_mul(u.tile_bytes())?.checked_mul(rows.div_ceil(ROWS)),
         }
     }
 
@@ -247,7 +245,9 @@ impl Encoding {
             Self::F16 => encode_halves(weights, out, f32_to_f16),
             Self::Bf16 => encode_halves(weights, out, f32_to_bf16),
             Self::Uniform(u) => {
-                for (rows, block) in weights.chunks(ROWS * cols).zip(out.chunks_exact_mut(u.block_bytes(cols))) {
+                for (rows, block) in
+                    weights.chunks(ROWS * cols).zip(out.chunks_exact_mut(u.block_bytes(cols)))
+                {
                     u.encode_block(rows, cols, block);
                 }
             }

@@ -10,5 +10,7 @@
 //! because this crate is a fence for `unsafe`.
 
 mod isa;
+pub mod output;
 
 pub use isa::{Isa, Kernels, KernelsError};
+pub use output::Shard;

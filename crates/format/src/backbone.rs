@@ -1,0 +1,335 @@
+//! The backbone file: which tensors a model needs besides its routed experts, and where they lie.
+//!
+//! It is an ordinary safetensors file under our own tensor names. Float tensors keep their dtype and shape;
+//! coded ones are `U8` and their encoding and shape stand in `__metadata__` under the tensor's name, as
+//! `q8/64 2048x4096`.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::ops::Range;
+use std::str::FromStr;
+
+use crate::encoding::{Encoding, Uniform, Zero};
+use crate::error::FormatError;
+use crate::spec::{FfnKind, ModelSpec};
+
+/// A tensor of the backbone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum BackboneTensor {
+    /// `[vocab_size, d_model]`, a row per token.
+    Embed,
+    /// `[d_model]`, before the head.
+    FinalNorm,
+    /// `[vocab_size, d_model]`; absent if tied.
+    Head,
+    /// A tensor of a layer.
+    Layer(u32, LayerPart),
+}
+
+/// A tensor of a layer's backbone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum LayerPart {
+    /// `[d_model]`, before attention.
+    AttnNorm,
+    /// `[n_heads * head_dim, d_model]`.
+    Q,
+    /// `[n_kv_heads * head_dim, d_model]`.
+    K,
+    /// `[n_kv_heads * head_dim, d_model]`.
+    V,
+    /// `[d_model, n_heads * head_dim]`.
+    O,
+    /// `[head_dim]`.
+    QNorm,
+    /// `[head_dim]`.
+    KNorm,
+    /// `[d_model]`, before the feed-forward part.
+    FfnNorm,
+    /// `[n_experts, d_model]`.
+    Router,
+    /// `[width, d_model]` of a dense layer.
+    Gate,
+    /// `[width, d_model]` of a dense layer.
+    Up,
+    /// `[d_model, width]` of a dense layer.
+    Down,
+    /// `[d_shared, d_model]`.
+    SharedGate,
+    /// `[d_shared, d_model]`.
+    SharedUp,
+    /// `[d_model, d_shared]`.
+    SharedDown,
+}
+
+impl BackboneTensor {
+    /// Every tensor that a model needs, in file order of its parts.
+    #[must_use]
+    pub fn all(spec: &ModelSpec) -> Vec<Self> {
+        use LayerPart::{
+            AttnNorm, Down, FfnNorm, Gate, K, KNorm, O, Q, QNorm, Router, SharedDown, SharedGate, SharedUp,
+            Up, V,
+        };
+        let mut tensors = vec![Self::Embed];
+        for (layer, kind) in spec.layers.iter().enumerate() {
+            let mut push = |parts: &[LayerPart]| {
+                tensors.extend(parts.iter().map(|&part| Self::Layer(layer as u32, part)));
+            };
+            push(&[AttnNorm, Q, K, V, O]);
+            if spec.attention.qk_norm {
+                push(&[QNorm, KNorm]);
+            }
+            push(&[FfnNorm]);
+            match kind {
+                FfnKind::Dense(_) => push(&[Gate, Up, Down]),
+                FfnKind::Moe => {
+                    push(&[Router]);
+                    if spec.moe.d_shared > 0 {
+                        push(&[SharedGate, SharedUp, SharedDown]);
+                    }
+                }
+            }
+        }
+        tensors.push(Self::FinalNorm);
+        if !spec.tied_head {
+            tensors.push(Self::Head);
+        }
+        tensors
+    }
+
+    /// Rows and columns; a vector has one row.
+    #[must_use]
+    pub fn shape(self, spec: &ModelSpec) -> (usize, usize) {
+        use LayerPart::{
+            AttnNorm, Down, FfnNorm, Gate, K, KNorm, O, Q, QNorm, Router, SharedDown, SharedGate, SharedUp,
+            Up, V,
+        };
+        let a = &spec.attention;
+        let d = spec.d_model;
+        let dense = |layer: u32| match spec.layers[layer as usize] {
+            FfnKind::Dense(width) => width,
+            FfnKind::Moe => 0,
+        };
+        match self {
+            Self::Embed | Self::Head => (spec.vocab_size, d),
+            Self::FinalNorm | Self::Layer(_, AttnNorm | FfnNorm) => (1, d),
+            Self::Layer(_, Q) => (a.n_heads * a.head_dim, d),
+            Self::Layer(_, K | V) => (a.n_kv_heads * a.head_dim, d),
+            Self::Layer(_, O) => (d, a.n_heads * a.head_dim),
+            Self::Layer(_, QNorm | KNorm) => (1, a.head_dim),
+            Self::Layer(_, Router) => (spec.moe.n_experts, d),
+            Self::Layer(layer, Gate | Up) => (dense(layer), d),
+            Self::Layer(layer, Down) => (d, dense(layer)),
+            Self::Layer(_, SharedGate | SharedUp) => (spec.moe.d_shared, d),
+            Self::Layer(_, SharedDown) => (d, spec.moe.d_shared),
+        }
+    }
+
+    /// A vector: one-dimensional in the file.
+    #[must_use]
+    pub fn is_vector(self) -> bool {
+        use LayerPart::{AttnNorm, FfnNorm, KNorm, QNorm};
+        matches!(self, Self::FinalNorm | Self::Layer(_, AttnNorm | FfnNorm | QNorm | KNorm))
+    }
+
+    /// May be coded. Norms and routers are not: they are small, and routing must be the model's own.
+    #[must_use]
+    pub fn may_be_coded(self) -> bool {
+        !self.is_vector() && !matches!(self, Self::Layer(_, LayerPart::Router))
+    }
+}
+
+impl fmt::Display for BackboneTensor {
+    /// The name in the file.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Embed => f.write_str("embed"),
+            Self::FinalNorm => f.write_str("final_norm"),
+            Self::Head => f.write_str("head"),
+            Self::Layer(layer, part) => {
+                let part = match part {
+                    LayerPart::AttnNorm => "attn_norm",
+                    LayerPart::Q => "q",
+                    LayerPart::K => "k",
+                    LayerPart::V => "v",
+                    LayerPart::O => "o",
+                    LayerPart::QNorm => "q_norm",
+                    LayerPart::KNorm => "k_norm",
+                    LayerPart::FfnNorm => "ffn_norm",
+                    LayerPart::Router => "router",
+                    LayerPart::Gate => "gate",
+                    LayerPart::Up => "up",
+                    LayerPart::Down => "down",
+                    LayerPart::SharedGate => "shared_gate",
+                    LayerPart::SharedUp => "shared_up",
+                    LayerPart::SharedDown => "shared_down",
+                };
+                write!(f, "layers.{layer}.{part}")
+            }
+        }
+    }
+}
+
+/// A tensor as it lies in the backbone file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StoredTensor {
+    /// Its encoding.
+    pub encoding: Encoding,
+    /// Rows; 1 for a vector.
+    pub rows: usize,
+    /// Columns.
+    pub cols: usize,
+    /// Its bytes, counted from the start of the file.
+    pub bytes: Range<u64>,
+}
+
+/// The header of a backbone file.
+#[derive(Clone, Debug)]
+pub struct Backbone {
+    tensors: HashMap<String, StoredTensor>,
+    /// Length that the file must have.
+    pub file_len: u64,
+}
+
+/// The header may not be larger; the largest published models have some ten thousand tensors.
+const MAX_HEADER: u64 = 64 << 20;
+
+impl Backbone {
+    /// Length of the header, its 8-byte length field included, from the first 8 bytes of the file.
+    ///
+    /// # Errors
+    /// If it is absurd or longer than the file.
+    pub fn header_len(first: [u8; 8], file_len: u64) -> Result<u64, FormatError> {
+        let len = u64::from_le_bytes(first);
+        match len.checked_add(8) {
+            Some(total) if len <= MAX_HEADER && total <= file_len => Ok(total),
+            _ => {
+                Err(FormatError::Backbone { what: format!("header of {len} bytes in a file of {file_len}") })
+            }
+        }
+    }
+
+    /// Reads the header: the first [`Self::header_len`] bytes of the file.
+    ///
+    /// # Errors
+    /// If it is no safetensors header, leaves holes, or a coded tensor contradicts its encoding.
+    pub fn parse(header: &[u8], file_len: u64) -> Result<Self, FormatError> {
+        let fail = |what: String| FormatError::Backbone { what };
+        let (json_len, metadata) = safetensors::SafeTensors::read_metadata(header)
+            .map_err(|e| fail(format!("not a safetensors file: {e}")))?;
+        let data = json_len as u64 + 8;
+        let expected = data + metadata.data_len() as u64;
+        if expected != file_len {
+            return Err(fail(format!("the file has {file_len} bytes, its header says {expected}")));
+        }
+        let labels = metadata.metadata().clone().unwrap_or_default();
+        let mut tensors = HashMap::new();
+        for (name, info) in metadata.tensors() {
+            let bytes = data + info.data_offsets.0 as u64..data + info.data_offsets.1 as u64;
+            let (encoding, rows, cols) = match labels.get(&name) {
+                Some(label) => parse_label(label)
+                    .ok_or_else(|| fail(format!("tensor `{name}`: encoding `{label}` is not known")))?,
+                None => {
+                    // Original backbones carry tensors that are no weights of ours; what a model needs and
+                    // finds in no usable form is missed by name in `require`.
+                    let encoding = match info.dtype {
+                        safetensors::Dtype::F32 => Encoding::F32,
+                        safetensors::Dtype::F16 => Encoding::F16,
+                        safetensors::Dtype::BF16 => Encoding::Bf16,
+                        _ => continue,
+                    };
+                    match info.shape[..] {
+                        [cols] => (encoding, 1, cols),
+                        [rows, cols] => (encoding, rows, cols),
+                        _ => continue,
+                    }
+                }
+            };
+            if encoding.tensor_bytes(rows, cols).map(|n| n as u64) != Some(bytes.end - bytes.start) {
+                return Err(fail(format!(
+                    "tensor `{name}`: {} bytes are not {encoding} {rows}x{cols}",
+                    bytes.end - bytes.start
+                )));
+            }
+            tensors.insert(name, StoredTensor { encoding, rows, cols, bytes });
+        }
+        Ok(Self { tensors, file_len })
+    }
+
+    /// The tensor called `name`.
+    #[must_use]
+    pub fn get(&self, name: &str) -> Option<&StoredTensor> {
+        self.tensors.get(name)
+    }
+
+    /// All tensors and their names, in no order.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, &StoredTensor)> {
+        self.tensors.iter().map(|(name, tensor)| (name.as_str(), tensor))
+    }
+
+    /// The tensor that `spec` needs under `name`, with its shape checked.
+    ///
+    /// # Errors
+    /// If it is missing or has another shape.
+    pub fn require(
+        &self,
+        spec: &ModelSpec,
+        tensor: BackboneTensor,
+        name: &str,
+    ) -> Result<&StoredTensor, FormatError> {
+        let fail = |what: String| FormatError::Tensor { name: name.to_owned(), what };
+        let stored = self.get(name).ok_or_else(|| fail("is missing".to_owned()))?;
+        let (rows, cols) = tensor.shape(spec);
+        if (stored.rows, stored.cols) != (rows, cols) {
+            return Err(fail(format!(
+                "has shape {}x{}, the model needs {rows}x{cols}",
+                stored.rows, stored.cols
+            )));
+        }
+        if !stored.encoding.is_float() && !tensor.may_be_coded() {
+            return Err(fail(format!("is coded as {}, it must be a float", stored.encoding)));
+        }
+        Ok(stored)
+    }
+}
+
+/// The metadata entry of a coded tensor.
+#[must_use]
+pub fn label(encoding: Encoding, rows: usize, cols: usize) -> String {
+    format!("{encoding} {rows}x{cols}")
+}
+
+fn parse_label(label: &str) -> Option<(Encoding, usize, usize)> {
+    let (encoding, shape) = label.split_once(' ')?;
+    let (rows, cols) = shape.split_once('x')?;
+    Some((encoding.parse().ok()?, rows.parse().ok()?, cols.parse().ok()?))
+}
+
+impl FromStr for Encoding {
+    type Err = UnknownEncoding;
+
+    /// Reads what `Display` writes: `bf16`, `q4/64`, `q4a/64`.
+    fn from_str(s: &str) -> Result<Self, UnknownEncoding> {
+        let unknown = || UnknownEncoding { label: s.to_owned() };
+        match s {
+            "f32" => return Ok(Self::F32),
+            "f16" => return Ok(Self::F16),
+            "bf16" => return Ok(Self::Bf16),
+            _ => {}
+        }
+        let (code, group) = s.strip_prefix('q').and_then(|s| s.split_once('/')).ok_or_else(unknown)?;
+        let (bits, zero) = match code.strip_suffix('a') {
+            Some(bits) => (bits, Zero::Affine),
+            None => (code, Zero::Symmetric),
+        };
+        let (Ok(bits), Ok(group)) = (bits.parse(), group.parse()) else { return Err(unknown()) };
+        Uniform::new(bits, group, zero).map(Self::Uniform).ok_or_else(unknown)
+    }
+}
+
+/// A label that names no encoding.
+#[derive(Debug, thiserror::Error)]
+#[error("`{label}` names no encoding")]
+pub struct UnknownEncoding {
+    /// The label.
+    pub label: String,
+}

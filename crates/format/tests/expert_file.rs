@@ -1,0 +1,139 @@
+//! Header and tables: written, read back, and damaged in every way.
+
+use proptest::prelude::*;
+use smoe_format::expert_file::{Architecture, FileEntry, Manifest, Provenance};
+use smoe_format::spec::{AttentionSpec, FfnKind, ModelSpec, MoeSpec, RopeScaling, RopeSpec, RouterKind};
+use smoe_format::{Encoding, ExpertFile, ExpertKey, FormatError, RECORD_ALIGN, Uniform, Zero, record_crc};
+
+fn spec() -> ModelSpec {
+    ModelSpec {
+        model_type: "qwen3_moe".to_owned(),
+        d_model: 96,
+        vocab_size: 300,
+        max_context: 512,
+        rms_norm_eps: 1e-6,
+        tied_head: false,
+        attention: AttentionSpec { n_heads: 4, n_kv_heads: 2, head_dim: 16, qk_norm: true },
+        rope: RopeSpec {
+            theta: 1e6,
+            scaling: RopeScaling::Yarn {
+                factor: 4.0,
+                original_context: 128,
+                beta_fast: 32.0,
+                beta_slow: 1.0,
+                attention_factor: 1.138_629_436_111_989,
+                truncate: true,
+            },
+        },
+        layers: vec![FfnKind::Dense(80), FfnKind::Moe, FfnKind::Moe],
+        moe: MoeSpec {
+            n_experts: 5,
+            top_k: 2,
+            d_expert: 40,
+            router: RouterKind::Softmax,
+            norm_topk: true,
+            d_shared: 0,
+        },
+    }
+}
+
+fn planned() -> ExpertFile {
+    let q = |bits| Encoding::Uniform(Uniform::new(bits, 64, Zero::Symmetric).expect("valid"));
+    let manifest = Manifest {
+        spec: spec(),
+        source: Provenance { fingerprint: "f".to_owned(), settings: "s".to_owned() },
+        files: vec![FileEntry::new("backbone.safetensors", 1234, 0)],
+    };
+    ExpertFile::plan(manifest, |layer| if layer == 1 { [q(4), q(4), q(6)] } else { [Encoding::Bf16; 3] })
+        .expect("small")
+}
+
+#[test]
+fn a_head_reads_back_as_it_was_planned() {
+    let mut file = planned();
+    for (i, record) in file.records.iter_mut().enumerate() {
+        record.crc32c = Some(i as u32 * 77);
+    }
+    let head = file.head_bytes();
+    assert_eq!(head.len() as u64, file.data_offset);
+    assert!(file.records.iter().all(|r| r.offset.is_multiple_of(RECORD_ALIGN as u64)));
+    assert_eq!(ExpertFile::head_len(&head, file.file_len).expect("head"), file.data_offset);
+    assert_eq!(ExpertFile::parse(&head, file.file_len).expect("parse"), file);
+}
+
+#[test]
+fn the_heads_length_does_not_depend_on_checksums() {
+    let mut file = planned();
+    let before = file.head_bytes().len();
+    for record in &mut file.records {
+        record.crc32c = Some(u32::MAX);
+    }
+    if let Architecture::Manifest(manifest) = &mut file.architecture {
+        manifest.files[0] = FileEntry::new("backbone.safetensors", 1234, u32::MAX);
+    }
+    assert_eq!(file.head_bytes().len(), before);
+}
+
+#[test]
+fn every_flipped_byte_of_a_head_is_noticed() {
+    let file = planned();
+    let head = file.head_bytes();
+    for at in 0..head.len() {
+        let mut damaged = head.clone();
+        damaged[at] ^= 1 << (at % 8);
+        assert!(ExpertFile::parse(&damaged, file.file_len).is_err(), "byte {at}");
+    }
+    for len in [0, 7, 63, 64, 255, head.len() - 1] {
+        assert!(ExpertFile::parse(&head[..len], file.file_len).is_err(), "cut to {len}");
+    }
+    let short = ExpertFile::parse(&head, file.file_len - 1);
+    assert!(matches!(short, Err(FormatError::Truncated { .. })), "{short:?}");
+}
+
+#[test]
+fn records_swapped_or_moved_have_another_checksum() {
+    let key = |layer, expert| ExpertKey { layer, expert };
+    let bytes = [7; 64];
+    assert_ne!(record_crc(key(0, 1), &bytes), record_crc(key(1, 0), &bytes));
+    assert_ne!(record_crc(key(0, 1), &bytes), record_crc(key(0, 2), &bytes));
+}
+
+proptest! {
+    /// With the checksum mended after the damage, parsing still ends in a value or a typed error: no panic,
+    /// no endless loop, no allocation that the head's own length does not bound.
+    #[test]
+    fn a_hostile_head_with_a_right_checksum_never_panics(
+        edits in prop::collection::vec((0usize..4096, any::<u8>()), 1..12),
+        file_len in prop_oneof![Just(None), any::<u64>().prop_map(Some)],
+    ) {
+        let file = planned();
+        let mut head = file.head_bytes();
+        for (at, value) in edits {
+            let at = at % head.len();
+            head[at] = value;
+        }
+        head[204..208].fill(0);
+        let crc = crc32c::crc32c(&head);
+        head[204..208].copy_from_slice(&crc.to_le_bytes());
+        let _ = ExpertFile::parse(&head, file_len.unwrap_or(file.file_len));
+    }
+
+    /// The same for heads of the original's versions, which have no checksum at all.
+    #[test]
+    fn a_hostile_original_head_never_panics(
+        version in 1u32..3,
+        bytes in prop::collection::vec(any::<u8>(), 64..1024),
+        counts in (0u32..6, 0u32..6),
+    ) {
+        let mut head = planned().head_bytes()[..8].to_vec();
+        head.extend_from_slice(&bytes);
+        head[8..12].copy_from_slice(&version.to_le_bytes());
+        head[12..16].copy_from_slice(&counts.0.to_le_bytes());
+        head[16..20].copy_from_slice(&counts.1.to_le_bytes());
+        head[20..24].copy_from_slice(&(counts.0 * counts.1).to_le_bytes());
+        head[24..32].copy_from_slice(&64u64.to_le_bytes());
+        let len = head.len() as u64;
+        head[32..40].copy_from_slice(&len.to_le_bytes());
+        let _ = ExpertFile::parse(&head, 1 << 20);
+    }
+}

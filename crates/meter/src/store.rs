@@ -1,0 +1,136 @@
+//! What the expert store counts.
+
+use crate::Counter;
+use std::ops::Sub;
+
+/// The counters of one expert store.
+///
+/// The *owner* is the thread that demands experts; *readers* are the threads that read the disk.
+#[derive(Debug, Default)]
+pub struct StoreMeter {
+    /// Experts demanded that were resident at that moment (owner). An expert whose read is still in flight
+    /// is a miss: its demander waits.
+    pub demand_hits: Counter,
+    /// Experts demanded that were not resident at that moment (owner).
+    pub demand_misses: Counter,
+    /// Resident experts whose slot was given to another (owner).
+    pub evictions: Counter,
+    /// Time that the owner was blocked because nothing that it demanded was ready, in nanoseconds (owner).
+    pub wait_ns: Counter,
+    /// Disk reads completed with all their bytes; a read of several records counts once (readers).
+    pub reads: Counter,
+    /// Bytes delivered by those reads (readers).
+    pub disk_bytes: Counter,
+    /// Time inside disk reads, failed ones included, summed over reader threads, in nanoseconds (readers).
+    pub read_ns: Counter,
+    /// Time spent on checksums, summed over reader threads, in nanoseconds (readers).
+    pub check_ns: Counter,
+    /// Time spent turning records into slots, summed over reader threads, in nanoseconds (readers).
+    pub decode_ns: Counter,
+    /// Disk reads that failed or came up short (readers).
+    pub read_errors: Counter,
+    /// Records whose checksum was wrong (readers).
+    pub checksum_errors: Counter,
+    /// Records that could not be decoded (readers).
+    pub decode_errors: Counter,
+}
+
+impl StoreMeter {
+    /// All counters, as they are now.
+    pub fn snapshot(&self) -> StoreSnapshot {
+        StoreSnapshot {
+            demand_hits: self.demand_hits.get(),
+            demand_misses: self.demand_misses.get(),
+            evictions: self.evictions.get(),
+            wait_ns: self.wait_ns.get(),
+            reads: self.reads.get(),
+            disk_bytes: self.disk_bytes.get(),
+            read_ns: self.read_ns.get(),
+            check_ns: self.check_ns.get(),
+            decode_ns: self.decode_ns.get(),
+            read_errors: self.read_errors.get(),
+            checksum_errors: self.checksum_errors.get(),
+            decode_errors: self.decode_errors.get(),
+        }
+    }
+}
+
+/// The counters of [`StoreMeter`] at one time, or, after subtraction, over an interval. Same names, same units.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[allow(missing_docs)] // Each field is documented on `StoreMeter`, its one definition.
+pub struct StoreSnapshot {
+    pub demand_hits: u64,
+    pub demand_misses: u64,
+    pub evictions: u64,
+    pub wait_ns: u64,
+    pub reads: u64,
+    pub disk_bytes: u64,
+    pub read_ns: u64,
+    pub check_ns: u64,
+    pub decode_ns: u64,
+    pub read_errors: u64,
+    pub checksum_errors: u64,
+    pub decode_errors: u64,
+}
+
+impl StoreSnapshot {
+    /// The share of demanded experts that were resident when demanded; none if nothing was demanded.
+    ///
+    /// Demand only: what preloading or speculation reads moves neither side of it, and nor do failed reads.
+    pub fn hit_rate(&self) -> Option<f64> {
+        let demanded = self.demand_hits + self.demand_misses;
+        (demanded > 0).then(|| self.demand_hits as f64 / demanded as f64)
+    }
+}
+
+impl Sub for StoreSnapshot {
+    type Output = Self;
+
+    /// What was counted between `earlier` and `self`.
+    fn sub(self, earlier: Self) -> Self {
+        Self {
+            demand_hits: self.demand_hits.saturating_sub(earlier.demand_hits),
+            demand_misses: self.demand_misses.saturating_sub(earlier.demand_misses),
+            evictions: self.evictions.saturating_sub(earlier.evictions),
+            wait_ns: self.wait_ns.saturating_sub(earlier.wait_ns),
+            reads: self.reads.saturating_sub(earlier.reads),
+            disk_bytes: self.disk_bytes.saturating_sub(earlier.disk_bytes),
+            read_ns: self.read_ns.saturating_sub(earlier.read_ns),
+            check_ns: self.check_ns.saturating_sub(earlier.check_ns),
+            decode_ns: self.decode_ns.saturating_sub(earlier.decode_ns),
+            read_errors: self.read_errors.saturating_sub(earlier.read_errors),
+            checksum_errors: self.checksum_errors.saturating_sub(earlier.checksum_errors),
+            decode_errors: self.decode_errors.saturating_sub(earlier.decode_errors),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hit_rate_counts_demand_alone() {
+        let meter = StoreMeter::default();
+        assert_eq!(meter.snapshot().hit_rate(), None);
+        meter.reads.add(100);
+        meter.read_errors.add(7);
+        assert_eq!(meter.snapshot().hit_rate(), None);
+        meter.demand_hits.add(3);
+        meter.demand_misses.add(1);
+        assert_eq!(meter.snapshot().hit_rate(), Some(0.75));
+    }
+
+    #[test]
+    fn intervals_are_differences() {
+        let meter = StoreMeter::default();
+        meter.demand_hits.add(10);
+        meter.disk_bytes.add(1 << 20);
+        let earlier = meter.snapshot();
+        meter.demand_misses.add(4);
+        meter.disk_bytes.add(5);
+        let interval = meter.snapshot() - earlier;
+        assert_eq!(interval, StoreSnapshot { demand_misses: 4, disk_bytes: 5, ..Default::default() });
+        assert_eq!(interval.hit_rate(), Some(0.0));
+    }
+}
