@@ -1,4 +1,5 @@
 //! The original's own file, where the shared fixtures are at hand.
+#![allow(clippy::print_stderr, reason = "a test that skips says so")]
 
 use std::path::PathBuf;
 
