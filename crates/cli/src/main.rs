@@ -1,1 +1,46 @@
-fn main() {}
+//! `smoe`: the only room that prints, reads arguments and exits.
+//!
+//! `main` parses, one module per command does, and a [`Failure`] becomes an exit code: 0 done, 1 failed,
+//! 2 wrong usage.
+#![forbid(unsafe_code)]
+#![allow(clippy::print_stdout, clippy::print_stderr, reason = "printing is this room's office")]
+
+mod answer;
+mod args;
+mod chat;
+mod demo;
+mod failure;
+mod inspect;
+mod interrupt;
+mod model;
+mod plan;
+mod probe;
+mod progress;
+mod run;
+mod sculpt;
+mod template;
+mod verify;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use crate::args::{Cli, Command};
+
+fn main() -> ExitCode {
+    let result = match Cli::parse().command {
+        Command::Run(args) => run::run(&args),
+        Command::Chat(args) => chat::chat(&args),
+        Command::Demo(args) => demo::demo(&args),
+        Command::Sculpt(args) => sculpt::sculpt(&args),
+        Command::Plan(args) => plan::plan(&args),
+        Command::Inspect(args) => inspect::inspect(&args),
+        Command::Verify(args) => verify::verify(&args),
+        Command::Probe(args) => probe::probe(&args),
+        Command::Template(args) => template::template(&args),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => failure.report(),
+    }
+}

@@ -214,9 +214,14 @@ impl Backbone {
     /// If it is no safetensors header, leaves holes, or a coded tensor contradicts its encoding.
     pub fn parse(header: &[u8], file_len: u64) -> Result<Self, FormatError> {
         let fail = |what: String| FormatError::Backbone { what };
-        let (json_len, metadata) = safetensors::SafeTensors::read_metadata(header)
-            .map_err(|e| fail(format!("not a safetensors file: {e}")))?;
-        let data = json_len as u64 + 8;
+        let (Some(first), Some(json)) = (header.first_chunk(), header.get(8..)) else {
+            return Err(fail(format!("header of {} bytes", header.len())));
+        };
+        // `SafeTensors::read_metadata` wants the data behind the header too.
+        let data = Self::header_len(*first, file_len)?;
+        let json = json.get(..data as usize - 8).ok_or_else(|| fail("the header is cut short".to_owned()))?;
+        let metadata: safetensors::tensor::Metadata =
+            serde_json::from_slice(json).map_err(|e| fail(format!("not a safetensors file: {e}")))?;
         let expected = data + metadata.data_len() as u64;
         if expected != file_len {
             return Err(fail(format!("the file has {file_len} bytes, its header says {expected}")));

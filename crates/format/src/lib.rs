@@ -19,7 +19,7 @@ pub use backbone::{Backbone, BackboneTensor};
 pub use encoding::{Encoding, Uniform, Zero};
 pub use error::FormatError;
 pub use expert_file::{ExpertFile, LayerTable, Projection, RecordEntry, TensorEntry};
-pub use spec::ModelSpec;
+pub use spec::{FfnKind, ModelSpec};
 
 /// A routed expert's name: which layer, which of its experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -60,8 +60,15 @@ pub mod file_name {
 /// bytes of the record, padding included, so that a record in another's place does not pass.
 #[must_use]
 pub fn record_crc(key: ExpertKey, bytes: &[u8]) -> u32 {
+    crc32c::crc32c_append(record_crc_start(key), bytes)
+}
+
+/// The checksum of a record before its first byte, for those who have its bytes piece by piece and append
+/// them with `crc32c_append`.
+#[must_use]
+pub fn record_crc_start(key: ExpertKey) -> u32 {
     let mut seed = [0; 8];
     seed[..4].copy_from_slice(&key.layer.to_le_bytes());
     seed[4..].copy_from_slice(&key.expert.to_le_bytes());
-    crc32c::crc32c_append(crc32c::crc32c(&seed), bytes)
+    crc32c::crc32c(&seed)
 }

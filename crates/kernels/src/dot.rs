@@ -6,6 +6,9 @@
 //!
 //! A NaN comes out as a NaN, but which one is not defined, here and in all of this crate.
 
+// Tiles of registers are indexed: iterators over several of them at once are hard to read.
+#![allow(clippy::needless_range_loop)]
+
 use smoe_format::half::{bf16_to_f32, f16_to_f32};
 
 use crate::isa::Kernels;
@@ -133,8 +136,11 @@ pub(crate) fn products<S: Simd, E: Element>(
         while row + 4 <= rows.count() {
             if S::WIDE {
                 against_vectors::<S, E, 4, 4>(s, rows, row, vectors, n, emit);
-            } else {
+            } else if vectors.len() == n {
                 against_vectors::<S, E, 4, 1>(s, rows, row, vectors, n, emit);
+            } else {
+                against_vectors::<S, E, 2, 2>(s, rows, row, vectors, n, emit);
+                against_vectors::<S, E, 2, 2>(s, rows, row + 2, vectors, n, emit);
             }
             row += 4;
         }
@@ -145,7 +151,7 @@ pub(crate) fn products<S: Simd, E: Element>(
     }
 }
 
-/// `R` rows from `row` with all `vectors`, `V` at a time and the rest one by one.
+/// `R` rows from `row` with all `vectors`, `V` at a time and the rest by two and one.
 #[inline(always)]
 fn against_vectors<S: Simd, E: Element, const R: usize, const V: usize>(
     s: S,
@@ -160,6 +166,10 @@ fn against_vectors<S: Simd, E: Element, const R: usize, const V: usize>(
     while v + V <= count {
         block::<S, E, R, V>(s, rows, row, vectors, v, n, emit);
         v += V;
+    }
+    if V > 2 && v + 2 <= count {
+        block::<S, E, R, 2>(s, rows, row, vectors, v, n, emit);
+        v += 2;
     }
     while v < count {
         block::<S, E, R, 1>(s, rows, row, vectors, v, n, emit);
@@ -186,44 +196,106 @@ fn block<S: Simd, E: Element, const R: usize, const V: usize>(
     for (v, slice) in vector_of.iter_mut().enumerate() {
         *slice = &vectors[(first + v) * n..(first + v + 1) * n];
     }
+    // Two ways on purpose: with the tail's calls in its way the sums would leave their registers.
+    let acc = whole_lanes::<S, E, R, V>(s, row_of, vector_of, rows.row_bytes);
+    if n.is_multiple_of(LANES) {
+        emit_sums(s, acc, row, first, emit);
+    } else {
+        let acc = add_tail::<S, E, R, V>(s, row_of, vector_of, acc);
+        emit_sums(s, acc, row, first, emit);
+    }
+}
+
+/// The lanes of all products up to the last whole sixteen elements; rows and vectors have one length.
+#[inline(always)]
+fn whole_lanes<S: Simd, E: Element, const R: usize, const V: usize>(
+    s: S,
+    rows: [&[u8]; R],
+    vectors: [&[f32]; V],
+    row_bytes: usize,
+) -> [[S::F; V]; R] {
+    let n = vectors[0].len();
+    assert!(rows.iter().all(|row| row.len() == n * E::BYTES) && vectors.iter().all(|v| v.len() == n));
     let whole = n / LANES * LANES;
     let mut acc = [[s.splat(0.0); V]; R];
     let mut i = 0;
     while i < whole {
         let mut w = [s.splat(0.0); R];
         for r in 0..R {
-            // SAFETY: `row_of[r]` holds `n` elements and `i + 16 <= whole <= n`.
-            w[r] = unsafe { E::load(s, row_of[r].as_ptr().add(i * E::BYTES)) };
+            // SAFETY: `rows[r]` holds `n` elements and `i + 16 <= whole <= n`.
+            w[r] = unsafe { E::load(s, rows[r].as_ptr().add(i * E::BYTES)) };
             // The next rows of this column: at one vector memory is all that counts, and the processor's
             // own prefetch ends with each page.
-            s.prefetch(row_of[r].as_ptr().wrapping_add(i * E::BYTES + R * rows.row_bytes));
+            s.prefetch(rows[r].as_ptr().wrapping_add(i * E::BYTES + R * row_bytes));
         }
         for v in 0..V {
-            // SAFETY: `vector_of[v]` holds `n` f32 and `i + 16 <= whole <= n`.
-            let x = unsafe { s.load_f32(vector_of[v].as_ptr().add(i).cast()) };
+            // SAFETY: `vectors[v]` holds `n` f32 and `i + 16 <= whole <= n`.
+            let x = unsafe { s.load_f32(vectors[v].as_ptr().add(i).cast()) };
             for r in 0..R {
                 acc[r][v] = s.fma(w[r], x, acc[r][v]);
             }
         }
         i += LANES;
     }
-    if whole < n {
-        for r in 0..R {
-            let mut tail = [0.0f32; LANES];
-            let bytes = row_of[r][whole * E::BYTES..].chunks_exact(E::BYTES);
-            for (value, bytes) in tail.iter_mut().zip(bytes) {
-                *value = E::value(bytes);
-            }
-            let w = s.load(&tail);
-            for v in 0..V {
-                let x = s.load_part(&vector_of[v][whole..], -0.0);
-                acc[r][v] = s.fma(w, x, acc[r][v]);
-            }
+    acc
+}
+
+/// Adds the elements past the last whole sixteen.
+#[inline(always)]
+fn add_tail<S: Simd, E: Element, const R: usize, const V: usize>(
+    s: S,
+    rows: [&[u8]; R],
+    vectors: [&[f32]; V],
+    mut acc: [[S::F; V]; R],
+) -> [[S::F; V]; R] {
+    let whole = vectors[0].len() / LANES * LANES;
+    for r in 0..R {
+        let mut tail = [0.0f32; LANES];
+        let bytes = rows[r][whole * E::BYTES..].chunks_exact(E::BYTES);
+        for (value, bytes) in tail.iter_mut().zip(bytes) {
+            *value = E::value(bytes);
+        }
+        let w = s.load(&tail);
+        for v in 0..V {
+            let x = s.load_part(&vectors[v][whole..], -0.0);
+            acc[r][v] = s.fma(w, x, acc[r][v]);
         }
     }
-    for r in 0..R {
+    acc
+}
+
+/// Joins the lanes, four sums at once where there are four.
+#[inline(always)]
+fn emit_sums<S: Simd, const R: usize, const V: usize>(
+    s: S,
+    acc: [[S::F; V]; R],
+    row: usize,
+    first: usize,
+    emit: &mut impl FnMut(usize, usize, f32),
+) {
+    if V.is_multiple_of(4) {
+        for r in 0..R {
+            for v in (0..V).step_by(4) {
+                let sums = s.sum_each([acc[r][v], acc[r][v + 1], acc[r][v + 2], acc[r][v + 3]]);
+                for i in 0..4 {
+                    emit(row + r, first + v + i, sums[i]);
+                }
+            }
+        }
+    } else if R.is_multiple_of(4) {
         for v in 0..V {
-            emit(row + r, first + v, s.sum(acc[r][v]));
+            for r in (0..R).step_by(4) {
+                let sums = s.sum_each([acc[r][v], acc[r + 1][v], acc[r + 2][v], acc[r + 3][v]]);
+                for i in 0..4 {
+                    emit(row + r + i, first + v, sums[i]);
+                }
+            }
+        }
+    } else {
+        for r in 0..R {
+            for v in 0..V {
+                emit(row + r, first + v, s.sum(acc[r][v]));
+            }
         }
     }
 }
@@ -248,13 +320,19 @@ impl Op for Dot<'_> {
 
     #[inline(always)]
     fn vector<S: Simd>(self, s: S) -> f32 {
-        let mut result = 0.0;
-        let row = Rows::new(bytes_of(self.a), 0, 1);
-        // Lanes are little-endian here and there: native f32 can be read as stored ones.
-        const { assert!(cfg!(target_endian = "little")) };
-        block::<S, F32, 1, 1>(s, row, 0, self.b, 0, self.a.len(), &mut |_, _, sum| result = sum);
-        result
+        dot_lanes(s, self.a, self.b)
     }
+}
+
+/// The dot product of two vectors of one length.
+#[inline(always)]
+pub(crate) fn dot_lanes<S: Simd>(s: S, a: &[f32], b: &[f32]) -> f32 {
+    // `F32` elements are little-endian; so are numbers in memory wherever there are lanes.
+    const { assert!(cfg!(target_endian = "little")) };
+    let mut result = 0.0;
+    let row = Rows::new(bytes_of(a), 0, 1);
+    block::<S, F32, 1, 1>(s, row, 0, b, 0, a.len(), &mut |_, _, sum| result = sum);
+    result
 }
 
 impl Kernels {

@@ -22,7 +22,9 @@ impl FloatMatmul<'_, '_> {
     fn scalar_of<E: Element>(self) {
         let first = self.rows.start;
         let rows = Rows::new(self.weights, self.cols * E::BYTES, self.rows.len());
-        products_scalar::<E>(rows, self.x, self.cols, |row, token, sum| self.out.set(token, first + row, sum));
+        products_scalar::<E>(rows, self.x, self.cols, |row, token, sum| {
+            self.out.set(token, first + row, sum)
+        });
     }
 
     #[inline(always)]

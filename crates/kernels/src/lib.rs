@@ -9,8 +9,32 @@
 //! lives apart: [`pool`] is the fork-join pool and the parallel drivers over those ranges, kept here only
 //! because this crate is a fence for `unsafe`.
 
+mod activations;
+mod attention;
+mod coded;
+mod dot;
+mod elementwise;
+mod exp;
+mod expert_ffn;
+mod float_matmul;
 mod isa;
+mod matmul;
+mod matrix;
+mod norm;
 pub mod output;
+pub mod pool;
+mod rope;
+mod simd;
+mod top_k;
 
+pub use activations::{Activations, Quantised};
+pub use attention::{KvBlocks, KvPlane, KvRun, KvType};
+pub use exp::{EXP_ULP_MAX, exp, sigmoid, silu};
+pub use expert_ffn::{ExpertCall, ExpertScratch, expert_ffn};
 pub use isa::{Isa, Kernels, KernelsError};
+pub use matmul::{Input, Product, matmul, matmul_all};
+pub use matrix::Matrix;
 pub use output::Shard;
+pub use pool::Pool;
+pub use rope::RopeStyle;
+pub use top_k::top_k;

@@ -22,7 +22,7 @@ pub struct Shard<'a> {
 
 // SAFETY: a shard is an exclusive borrow of its elements, as `&mut [f32]` is, and f32 is Send.
 unsafe impl Send for Shard<'_> {}
-// SAFETY: nothing can be read or written through `&Shard`.
+// SAFETY: nothing can be read or written through `&Shard` but by the promise of `alias`.
 unsafe impl Sync for Shard<'_> {}
 
 impl<'a> Shard<'a> {
@@ -70,6 +70,18 @@ impl<'a> Shard<'a> {
     /// # Panics
     /// If `rows` is not within `rows()`.
     pub fn part(&mut self, rows: Range<usize>) -> Shard<'_> {
+        // SAFETY: the result borrows this shard mutably, so it is the only one.
+        unsafe { self.alias(rows) }
+    }
+
+    /// A part of this shard beside others of it.
+    ///
+    /// # Safety
+    /// No two parts that overlap are alive at the same time, and this shard is not written meanwhile.
+    ///
+    /// # Panics
+    /// If `rows` is not within `rows()`.
+    pub(crate) unsafe fn alias(&self, rows: Range<usize>) -> Shard<'a> {
         assert!(
             self.rows.start <= rows.start && rows.start <= rows.end && rows.end <= self.rows.end,
             "rows {rows:?} of {:?}",

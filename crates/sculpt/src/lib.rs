@@ -1,1 +1,36 @@
-//! placeholder
+//! Checkpoint to vault: streaming, resumable, verified.
+//!
+//! A checkpoint (safetensors, bf16, f16 or f32) is read a run of rows at a time, coded, and written to its
+//! final place in `.NAME.partial/` beside the vault. A journal there lists the pieces that are on disk with
+//! their checksums; whoever stops the work, the next run checks those and does the others, and the bytes come
+//! out the same. Only when everything has been read back and compared does the directory get the vault's name.
+//!
+//! This is the only room that knows tensor names of checkpoints and keys of `config.json`. It does not print,
+//! exit, or know the engine.
+#![forbid(unsafe_code)]
+
+pub mod checkpoint;
+mod config;
+mod encode;
+mod error;
+mod family;
+mod journal;
+mod measure;
+mod partial;
+mod plan;
+mod progress;
+mod sculpt;
+mod settings;
+mod tokenizer;
+mod vault;
+pub mod verify;
+mod workers;
+
+pub use checkpoint::Checkpoint;
+pub use config::spec_from_config;
+pub use error::{SculptError, Warning};
+pub use measure::{CodeCounts, KindError, compare_codes, measure_error};
+pub use progress::Progress;
+pub use sculpt::{DryRun, Outcome, dry_run, read_head, sculpt};
+pub use settings::{BackboneBits, Settings};
+pub use verify::{Damage, Problem, Report, verify};

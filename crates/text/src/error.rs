@@ -54,6 +54,12 @@ pub enum TextError {
         /// What it must be.
         expected: &'static str,
     },
+    /// A text file is not UTF-8.
+    #[error("{file} is not UTF-8 text")]
+    NotUtf8 {
+        /// Name of the file in the model directory.
+        file: String,
+    },
     /// A file is not JSON.
     #[error("{file} is not valid JSON: {source}")]
     Json {

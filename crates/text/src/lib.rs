@@ -17,19 +17,19 @@
 
 #![forbid(unsafe_code)]
 
-//mod decoding;
-//mod detokeniser;
+mod decoding;
+mod detokeniser;
 mod error;
 mod generation;
-//mod model_text;
+mod model_text;
 mod python;
-//mod stop;
+mod stop;
 mod template;
-//mod tokenizer;
+mod tokenizer;
 
-//pub use detokeniser::Detokeniser;
+pub use detokeniser::Detokeniser;
 pub use error::TextError;
-//pub use model_text::{GenerationDefaults, ModelText};
-//pub use stop::{StopMatcher, StopStep};
+pub use model_text::{GenerationDefaults, ModelText};
+pub use stop::{StopMatcher, StopStep};
 pub use template::{ChatTemplate, TemplateInput};
-//pub use tokenizer::Tokenizer;
+pub use tokenizer::Tokenizer;

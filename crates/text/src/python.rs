@@ -6,13 +6,14 @@
 
 mod args;
 mod clock;
+mod filters;
 mod json;
 mod methods;
 mod repr;
 
 use jiff::civil::DateTime;
 use minijinja::value::{Rest, Value, ValueKind};
-use minijinja::{Environment, Error, ErrorKind, State};
+use minijinja::{Environment, Error, ErrorKind};
 use serde_json::Value as Json;
 
 /// The message of `raise_exception`, carried as the source of a renderer's error.
@@ -30,12 +31,9 @@ pub(crate) fn install(env: &mut Environment<'_>) {
     env.set_unknown_method_callback(methods::call);
 
     env.add_function("raise_exception", raise_exception);
+    env.add_function("cycler", |items: Rest<Value>| minijinja_contrib::globals::cycler(items.0));
 
-    env.add_filter("tojson", json::tojson);
-    env.add_filter("string", repr::to_str);
-    env.add_filter("join", join);
-    env.add_filter("center", center);
-    env.add_filter("wordcount", word_count);
+    filters::install(env);
 
     env.add_test("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok());
     env.add_test("sequence", is_sequence);
@@ -82,46 +80,4 @@ fn is_sequence(value: &Value) -> bool {
 
 fn is_callable(value: &Value) -> bool {
     matches!(value.kind(), ValueKind::Plain | ValueKind::Undefined)
-}
-
-/// `join(separator="", attribute=None)`, printing items as Python does.
-fn join(state: &State<'_, '_>, value: &Value, args: Rest<Value>) -> Result<String, Error> {
-    let args = args::Args::new("join", &args, 2)?;
-    let (separator, attribute) = (args.get(0, "d")?, args.maybe_text(1, "attribute")?);
-    args.end()?;
-    let separator = separator.as_ref().map(repr::to_str).transpose()?.unwrap_or_default();
-    let mut out = String::new();
-    for (at, item) in value.try_iter()?.enumerate() {
-        let start = out.len();
-        if at > 0 {
-            out.push_str(&separator);
-        }
-        match &attribute {
-            None => repr::write_str(&mut out, &item)?,
-            Some(path) => {
-                let found = path.split('.').try_fold(item, |value, name| match name.parse::<usize>() {
-                    Ok(index) => value.get_item_by_index(index),
-                    Err(_) => value.get_attr(name),
-                })?;
-                repr::write_str(&mut out, &found)?;
-            }
-        }
-        state.consume_fuel(1 + (out.len() - start) as u64 / 64)?;
-    }
-    Ok(out)
-}
-
-/// `center(width=80)`.
-fn center(state: &mut State<'_, '_>, value: &Value, args: Rest<Value>) -> Result<Value, Error> {
-    let args = args::Args::new("center", &args, 1)?;
-    let width = args.maybe_int(0, "width")?.unwrap_or(80);
-    args.end()?;
-    methods::call(state, &Value::from(repr::to_str(value)?), "center", &[Value::from(width)])
-}
-
-/// Words are runs of letters, digits and underscores.
-fn word_count(value: &Value) -> Result<usize, Error> {
-    let text = repr::to_str(value)?;
-    let words = text.split(|c: char| !(c.is_alphanumeric() || c == '_'));
-    Ok(words.filter(|word| !word.is_empty()).count())
 }

@@ -176,7 +176,9 @@ impl ChatTemplate {
     }
 
     fn add(&mut self, name: &'static str, source: &str) -> Result<(), TextError> {
-        let source = generation::without_generation_tags(source).into_owned();
+        // Jinja2 reads every kind of line break as a line feed.
+        let source = source.replace("\r\n", "\n").replace('\r', "\n");
+        let source = generation::without_generation_tags(&source).into_owned();
         self.env.add_template_owned(name, source).map_err(syntax_error)
     }
 

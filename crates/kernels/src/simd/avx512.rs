@@ -78,6 +78,32 @@ impl Simd for Avx512 {
         }
     }
 
+    #[inline(always)]
+    fn sum_each(self, v: [__m512; 4]) -> [f32; 4] {
+        // Levels of the tree for several at once: after each, the halves of two fit into one register.
+        // SAFETY: features by `self`; `out` is the 16 bytes that are stored.
+        unsafe {
+            let r8_01 = _mm512_add_ps(
+                _mm512_shuffle_f32x4::<0x44>(v[0], v[1]),
+                _mm512_shuffle_f32x4::<0xee>(v[0], v[1]),
+            );
+            let r8_23 = _mm512_add_ps(
+                _mm512_shuffle_f32x4::<0x44>(v[2], v[3]),
+                _mm512_shuffle_f32x4::<0xee>(v[2], v[3]),
+            );
+            let r4 = _mm512_add_ps(
+                _mm512_shuffle_f32x4::<0x88>(r8_01, r8_23),
+                _mm512_shuffle_f32x4::<0xdd>(r8_01, r8_23),
+            );
+            let r2 = _mm512_add_ps(r4, _mm512_permute_ps::<0x4e>(r4));
+            let r = _mm512_add_ps(r2, _mm512_permute_ps::<0xb1>(r2));
+            let mut out = [0.0; 4];
+            let firsts = _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, r));
+            _mm_storeu_ps(out.as_mut_ptr(), firsts);
+            out
+        }
+    }
+
     lanes! {
         fn splat(x: f32) -> __m512 { _mm512_set1_ps(x) }
         fn store(v: __m512, out: &mut [f32; LANES]) { _mm512_storeu_ps(out.as_mut_ptr(), v) }

@@ -4,21 +4,26 @@ use minijinja::value::{Kwargs, Value};
 use minijinja::{Error, ErrorKind};
 
 /// The arguments of one call.
-pub(super) struct Args<'a> {
+pub(super) struct Args {
     function: &'static str,
-    places: &'a [Value],
+    places: Vec<Value>,
     names: Option<Kwargs>,
 }
 
-impl<'a> Args<'a> {
+impl Args {
     /// Takes a call's arguments apart; more than `most` by place are an error.
-    pub(super) fn new(function: &'static str, values: &'a [Value], most: usize) -> Result<Self, Error> {
-        let (places, names) = match values.split_last() {
-            Some((last, rest)) if last.is_kwargs() => (rest, Some(Kwargs::try_from(last.clone())?)),
-            _ => (values, None),
+    pub(super) fn new(
+        function: &'static str,
+        values: impl Into<Vec<Value>>,
+        most: usize,
+    ) -> Result<Self, Error> {
+        let mut places = values.into();
+        let names = match places.pop_if(|last| last.is_kwargs()) {
+            Some(names) => Some(Kwargs::try_from(names)?),
+            None => None,
         };
         let args = Args { function, places, names };
-        if places.len() > most {
+        if args.places.len() > most {
             return Err(args.error(ErrorKind::TooManyArguments, "too many arguments"));
         }
         Ok(args)

@@ -3,13 +3,14 @@
 //! Jinja2's own filter and minijinja's escape `<`, `>`, `&` and `'` for HTML and write no spaces; models were
 //! trained on Python's `", "` and `": "`.
 
-use minijinja::value::{Kwargs, Value, ValueKind};
+use minijinja::value::{Value, ValueKind};
 use minijinja::{Error, ErrorKind, State};
 
+use super::args::Args;
 use super::repr::{MAX_DEPTH, float, too_deep};
 
-/// Instructions' worth of fuel for 64 bytes of JSON: walking a value costs more than copying text does.
-const FUEL_PER_LINE: u64 = 16;
+/// Steps that each item costs: walking a value is slower than copying text.
+const FUEL_PER_ITEM: u64 = 4;
 
 /// The arguments of `json.dumps` that a template may give.
 struct Dumps {
@@ -20,19 +21,17 @@ struct Dumps {
     sort_keys: bool,
 }
 
-/// `value | tojson(ensure_ascii=False, indent=None, separators=None, sort_keys=False)`.
-pub(super) fn tojson(state: &State<'_, '_>, value: &Value, args: Kwargs) -> Result<String, Error> {
-    let indent = match args.get::<Option<Value>>("indent")? {
+/// `tojson(ensure_ascii=False, indent=None, separators=None, sort_keys=False)`.
+pub(super) fn dumps(state: &State<'_, '_>, value: &Value, args: &Args) -> Result<String, Error> {
+    let indent = match args.get(1, "indent")? {
         None => None,
-        Some(indent) if indent.is_none() => None,
         Some(indent) => Some(match indent.as_str() {
             Some(text) => text.to_owned(),
             // Bounded: it is repeated at every level of every line.
             None => " ".repeat(i64::try_from(indent)?.clamp(0, 64) as usize),
         }),
     };
-    let separators = args.get::<Option<Value>>("separators")?.filter(|pair| !pair.is_none());
-    let (item_separator, key_separator) = match separators {
+    let (item_separator, key_separator) = match args.get(2, "separators")? {
         Some(pair) => {
             let part = |at| -> Result<String, Error> {
                 let part = pair.get_item_by_index(at)?;
@@ -44,13 +43,13 @@ pub(super) fn tojson(state: &State<'_, '_>, value: &Value, args: Kwargs) -> Resu
         None => (if indent.is_some() { "," } else { ", " }.to_owned(), ": ".to_owned()),
     };
     let dumps = Dumps {
-        ensure_ascii: args.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false),
+        ensure_ascii: args.maybe_bool(0, "ensure_ascii")?.unwrap_or(false),
         indent,
         item_separator,
         key_separator,
-        sort_keys: args.get::<Option<bool>>("sort_keys")?.unwrap_or(false),
+        sort_keys: args.maybe_bool(3, "sort_keys")?.unwrap_or(false),
     };
-    args.assert_all_used()?;
+    args.end()?;
     let mut out = String::new();
     dumps.write(&mut out, value, 0, state)?;
     Ok(out)
@@ -110,12 +109,8 @@ impl Dumps {
             kind => return Err(bad(format!("an object of type {kind} is not JSON serializable"))),
         }
         // A value that holds another many times over grows exponentially: pay while it grows, not when it is done.
-        // Only what no inner call has paid for is due here, and a leaf is at least one step.
-        if !matches!(value.kind(), ValueKind::Seq | ValueKind::Iterable | ValueKind::Map) {
-            state.consume_fuel(1 + (out.len() - start) as u64 / 64 * FUEL_PER_LINE)?;
-        } else {
-            state.consume_fuel(1)?;
-        }
+        let text = if value.as_str().is_some() { out.len() - start } else { 0 };
+        state.consume_fuel(FUEL_PER_ITEM + text as u64 / 64)?;
         Ok(())
     }
 

@@ -17,13 +17,25 @@ pub(super) fn call(
     let own = match (value.kind(), value.as_str()) {
         (ValueKind::String, Some(text)) => string_method(state, text, method, values)?,
         (ValueKind::Seq | ValueKind::Iterable, _) => list_method(value, method, values)?,
-        (ValueKind::Map, _) if method == "copy" => Some(value.clone()),
+        (ValueKind::Map, _) => dict_method(value, method, values)?,
         _ => None,
     };
     match own {
         Some(result) => Ok(result),
         None => minijinja_contrib::pycompat::unknown_method_callback(state, value, method, values),
     }
+}
+
+fn dict_method(dict: &Value, method: &str, values: &[Value]) -> Result<Option<Value>, Error> {
+    Ok(match (method, values) {
+        ("copy", []) => Some(dict.clone()),
+        // A default that is given counts even where it is undefined.
+        ("get", [key, default]) => match dict.get_item(key)? {
+            value if value.is_undefined() => Some(default.clone()),
+            value => Some(value),
+        },
+        _ => None,
+    })
 }
 
 fn list_method(list: &Value, method: &str, values: &[Value]) -> Result<Option<Value>, Error> {
@@ -141,17 +153,28 @@ fn string_method(
             if with.chars().count() != 1 {
                 return Err(invalid("the fill character must be exactly one character long".into()));
             }
-            let fill = padding(state, text, width)?;
-            let left = match method {
-                "ljust" => 0,
-                "rjust" => fill,
-                // CPython puts the odd blank to the left where the width is odd.
-                _ => fill / 2 + (fill & width.max(0) as usize & 1),
-            };
-            Value::from(with.repeat(left) + text + &with.repeat(fill - left))
+            justify(state, text, method, width, &with)?
         }
         _ => return Ok(None),
     }))
+}
+
+/// `str.ljust`, `str.rjust` and `str.center`.
+pub(super) fn justify(
+    state: &State<'_, '_>,
+    text: &str,
+    method: &str,
+    width: i64,
+    with: &str,
+) -> Result<Value, Error> {
+    let fill = padding(state, text, width)?;
+    let left = match method {
+        "ljust" => 0,
+        "rjust" => fill,
+        // CPython puts the odd blank to the left where the width is odd.
+        _ => fill / 2 + (fill & width.max(0) as usize & 1),
+    };
+    Ok(Value::from(with.repeat(left) + text + &with.repeat(fill - left)))
 }
 
 fn invalid(reason: String) -> Error {
@@ -205,7 +228,7 @@ fn split_at_space(text: &str, most: usize, back: bool) -> Vec<&str> {
 }
 
 /// `str.splitlines`.
-fn lines(text: &str, keep: bool) -> Vec<&str> {
+pub(super) fn lines(text: &str, keep: bool) -> Vec<&str> {
     let ends = |c: char| matches!(c, '\n'..='\r' | '\u{1c}'..='\u{1e}' | '\u{85}' | '\u{2028}' | '\u{2029}');
     let mut lines = Vec::new();
     let mut rest = text;

@@ -28,6 +28,13 @@ pub(super) fn to_str(value: &Value) -> Result<String, Error> {
     Ok(out)
 }
 
+/// Returns `repr(value)`.
+pub(super) fn to_repr(value: &Value) -> Result<String, Error> {
+    let mut out = String::new();
+    write_repr(&mut out, value, 0)?;
+    Ok(out)
+}
+
 /// Appends `repr(value)`.
 fn write_repr(out: &mut impl Write, value: &Value, depth: usize) -> Result<(), Error> {
     if depth > MAX_DEPTH {

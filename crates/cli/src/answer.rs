@@ -1,0 +1,165 @@
+//! One answer: prompt in, text out as it comes, figures at the end.
+
+use std::fmt;
+use std::ops::ControlFlow;
+use std::time::{Duration, Instant};
+
+use smoe_engine::plan::Bytes;
+use smoe_engine::{Control, Engine, EngineError, Finish, Limits, Sampler, Session, Synced};
+use smoe_meter::StoreSnapshot;
+use smoe_text::{Detokeniser, StopMatcher, Tokenizer};
+
+use crate::failure::Failure;
+use crate::{interrupt, progress};
+
+/// What an answer is made with.
+pub struct Asker<'a> {
+    /// The engine.
+    pub engine: &'a mut Engine,
+    /// The conversation.
+    pub session: &'a mut Session,
+    /// Draws the tokens.
+    pub sampler: &'a mut Sampler,
+    /// Turns tokens into text; without it only ids come out.
+    pub tokenizer: Option<&'a Tokenizer>,
+    /// When it ends.
+    pub limits: &'a Limits,
+    /// Texts that end it.
+    pub stops: &'a [String],
+}
+
+/// An answer and its figures.
+#[derive(Debug)]
+pub struct Answer {
+    /// New tokens, an end token included.
+    pub tokens: Vec<u32>,
+    /// The text that was emitted.
+    pub text: String,
+    /// Why it ended.
+    pub finish: Finish,
+    /// What it cost.
+    pub figures: Figures,
+}
+
+/// What an answer cost.
+#[derive(Debug, Clone, Copy)]
+pub struct Figures {
+    /// Prompt tokens reused and computed.
+    pub synced: Synced,
+    /// Time to the first token.
+    pub first: Duration,
+    /// New tokens.
+    pub tokens: usize,
+    /// Time from the first token to the last.
+    pub rest: Duration,
+    /// The store's counters of this answer.
+    pub store: StoreSnapshot,
+}
+
+impl fmt::Display for Figures {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let rate = |n: usize, time: Duration| n as f64 / time.as_secs_f64().max(1e-9);
+        let Synced { reused, prefilled } = self.synced;
+        write!(
+            f,
+            "prompt {prefilled} tokens (+{reused} reused), first token after {:.2} s ({:.1} tok/s)",
+            self.first.as_secs_f64(),
+            rate(prefilled, self.first)
+        )?;
+        write!(f, " · answer {} tokens", self.tokens)?;
+        if self.tokens > 1 {
+            write!(f, ", {:.1} tok/s", rate(self.tokens - 1, self.rest))?;
+        }
+        match self.store.hit_rate() {
+            Some(rate) => write!(f, " · expert hits {:.1} %", rate * 100.0)?,
+            None => write!(f, " · no experts asked for")?,
+        }
+        write!(f, " · {} read", Bytes(self.store.disk_bytes))
+    }
+}
+
+impl Asker<'_> {
+    /// Computes the prompt and generates, handing text on as soon as it is final.
+    ///
+    /// Ctrl-C ends the answer and keeps what there is; during the prompt it is [`Failure::Interrupted`].
+    pub fn answer(
+        &mut self,
+        prompt: &[u32],
+        emit: &mut dyn FnMut(&str) -> std::io::Result<()>,
+    ) -> Result<Answer, Failure> {
+        let flag = interrupt::flag();
+        let before = self.engine.store_snapshot();
+        let start = Instant::now();
+        let mut bar = None;
+        let mut on_progress = |done: usize, total: usize| {
+            if done < total || bar.is_some() {
+                let bar = bar.get_or_insert_with(|| progress::tokens("prefilling", total as u64));
+                bar.set_position(done as u64);
+            }
+        };
+        let mut control = Control { cancel: Some(flag), progress: Some(&mut on_progress) };
+        let synced = self.engine.sync(self.session, prompt, &mut control);
+        if let Some(bar) = bar {
+            bar.finish_and_clear();
+        }
+        let synced = synced.map_err(|e| match e {
+            EngineError::Cancelled => {
+                interrupt::take();
+                Failure::Interrupted
+            }
+            e => e.into(),
+        })?;
+
+        self.sampler.begin(prompt);
+        let mut detokeniser = self.tokenizer.map(|tokenizer| Detokeniser::new(tokenizer, true));
+        let mut matcher = StopMatcher::new(self.stops.to_vec());
+        let (mut tokens, mut text) = (Vec::new(), String::new());
+        let mut first = None;
+        let mut failed = None;
+        let end_tokens = &self.limits.end_tokens;
+        let mut pass_on = |piece: &str, text: &mut String| {
+            text.push_str(piece);
+            emit(piece)
+        };
+        let mut on_token = |token: u32| {
+            first.get_or_insert_with(|| start.elapsed());
+            tokens.push(token);
+            if interrupt::take() {
+                return ControlFlow::Break(());
+            }
+            if end_tokens.contains(&token) {
+                return ControlFlow::Continue(());
+            }
+            let Some(detokeniser) = &mut detokeniser else { return ControlFlow::Continue(()) };
+            let step = matcher.push(&detokeniser.push(token));
+            if let Err(e) = pass_on(&step.emit, &mut text) {
+                failed = Some(e);
+                return ControlFlow::Break(());
+            }
+            if step.stopped.is_some() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        };
+        let finish = self.engine.generate(self.session, self.sampler, self.limits, &mut on_token)?;
+        let total = start.elapsed();
+        if let Some(error) = failed {
+            return Err(error.into());
+        }
+        if let Some(detokeniser) = &mut detokeniser
+            && matcher.stopped().is_none()
+        {
+            let mut rest = matcher.push(&detokeniser.finish()).emit;
+            if matcher.stopped().is_none() {
+                rest.push_str(&matcher.finish());
+            }
+            pass_on(&rest, &mut text)?;
+        }
+        let first = first.unwrap_or(total);
+        let figures = Figures {
+            synced,
+            first,
+            tokens: tokens.len(),
+            rest: total.saturating_sub(first),
+            store: self.engine.store_snapshot() - before,
+        };
+        Ok(Answer { tokens, text, finish, figures })
+    }
+}

@@ -1,0 +1,399 @@
+//! The command line: what was typed, and its help.
+
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use clap::{Args, Parser, Subcommand};
+use smoe_engine::plan::{PlanRequest, RingSize};
+use smoe_engine::{EngineOptions, KvType, Sampling};
+use smoe_text::GenerationDefaults;
+
+/// Runs Mixture-of-Experts language models that are larger than memory.
+///
+/// Wherever a VAULT is named, a vault directory, an original .smoe file (its .scout.safetensors beside it) or
+/// the word `demo` serves.
+#[derive(Debug, Parser)]
+#[command(name = "smoe", version, propagate_version = true, max_term_width = 100)]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// A command.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Answer one prompt: text to stdout, figures to stderr
+    Run(RunArgs),
+    /// Talk, turn by turn
+    Chat(ChatArgs),
+    /// Try the bundled demo model: chat at a terminal, a sample answer otherwise
+    Demo(DemoArgs),
+    /// Turn a Hugging Face checkpoint into a vault
+    Sculpt(SculptArgs),
+    /// Show what a vault will hold in memory, before anything is loaded
+    Plan(PlanArgs),
+    /// Show what is in a vault
+    Inspect(InspectArgs),
+    /// Check every byte of a vault
+    Verify(VerifyArgs),
+    /// Write logits, hidden states and router logits of a prompt to a safetensors file
+    Probe(ProbeArgs),
+    /// Render a chat template for the conversation (JSON) on stdin
+    Template(TemplateArgs),
+}
+
+/// How much memory, how many threads.
+#[derive(Debug, Default, Clone, Args)]
+#[command(next_help_heading = "Machine")]
+pub struct MachineArgs {
+    /// Memory that smoe may use, such as 12G [default: what the machine or its cgroup leaves free]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pub memory: Option<u64>,
+    /// Expert cache: auto, a number of experts, or a size such as 4G
+    #[arg(long, value_name = "N|SIZE", default_value = "auto", value_parser = parse_ring)]
+    pub ring: RingSize,
+    /// Positions of a conversation: auto or a number
+    #[arg(long, value_name = "N", default_value = "auto", value_parser = parse_auto)]
+    pub context: AutoNumber,
+    /// Compute threads [default: all cores]
+    #[arg(long, value_name = "N")]
+    pub threads: Option<usize>,
+    /// Prompt tokens computed at once [default: as the memory plan allows]
+    #[arg(long, value_name = "N")]
+    pub chunk: Option<usize>,
+    /// How keys and values are kept: f32, f16 or q8 [default: f16, f32 for 16-bit vaults]
+    #[arg(long, value_name = "TYPE", value_parser = parse_kv)]
+    pub kv: Option<KvType>,
+    /// Multiply coded weights with f32 activations: slower, the definition
+    #[arg(long)]
+    pub exact: bool,
+    /// Do not check the checksum of every record that is read
+    #[arg(long)]
+    pub no_checksums: bool,
+}
+
+impl MachineArgs {
+    /// The plan request for one conversation.
+    pub fn plan(&self) -> PlanRequest {
+        PlanRequest {
+            memory: self.memory,
+            ring: self.ring,
+            context: self.context.0,
+            chunk: self.chunk,
+            threads: self.threads,
+            kv: self.kv,
+            sessions: 1,
+        }
+    }
+
+    /// The engine's options; kernels from `SMOE_KERNELS`.
+    pub fn options(&self) -> EngineOptions {
+        EngineOptions {
+            plan: self.plan(),
+            exact: self.exact,
+            kernels: std::env::var("SMOE_KERNELS").ok().filter(|name| !name.is_empty()),
+            verify: !self.no_checksums,
+            ..EngineOptions::default()
+        }
+    }
+}
+
+/// How to choose tokens; what is not given comes from the model's generation_config.json.
+#[derive(Debug, Default, Clone, Args)]
+#[command(next_help_heading = "Sampling (unset: the model's own generation_config.json)")]
+pub struct SamplingArgs {
+    /// 0 is greedy
+    #[arg(long, value_name = "X")]
+    pub temperature: Option<f32>,
+    /// Keep the K likeliest tokens; 0 keeps all
+    #[arg(long, value_name = "K")]
+    pub top_k: Option<usize>,
+    /// Keep the likeliest tokens that together reach this probability
+    #[arg(long, value_name = "P")]
+    pub top_p: Option<f32>,
+    /// Keep tokens at least this likely, relative to the likeliest
+    #[arg(long, value_name = "P")]
+    pub min_p: Option<f32>,
+    /// Make tokens of prompt and answer less likely; 1 is off
+    #[arg(long, value_name = "X")]
+    pub repetition_penalty: Option<f32>,
+    /// Subtracted from the logits of tokens in the answer
+    #[arg(long, value_name = "X", default_value_t = 0.0, allow_hyphen_values = true)]
+    pub presence_penalty: f32,
+    /// Subtracted from the logits of tokens in the answer, once per occurrence
+    #[arg(long, value_name = "X", default_value_t = 0.0, allow_hyphen_values = true)]
+    pub frequency_penalty: f32,
+    /// Add BIAS to the logit of a token: ID=BIAS, may be repeated
+    #[arg(long, value_name = "ID=BIAS", value_parser = parse_bias, allow_hyphen_values = true)]
+    pub logit_bias: Vec<(u32, f32)>,
+    /// Seed of the draws; the same seed repeats an answer
+    #[arg(long, value_name = "N", default_value_t = 1337)]
+    pub seed: u64,
+}
+
+impl SamplingArgs {
+    /// The settings, with the model's own defaults for what was not given.
+    pub fn settings(&self, model: &GenerationDefaults) -> Sampling {
+        // A model that says `do_sample: false` is greedy unless asked otherwise.
+        let temperature =
+            if model.do_sample == Some(false) { 0.0 } else { model.temperature.unwrap_or(0.0) };
+        Sampling {
+            temperature: self.temperature.unwrap_or(temperature),
+            top_k: self.top_k.or(model.top_k.map(|k| k as usize)).unwrap_or(0),
+            top_p: self.top_p.or(model.top_p).unwrap_or(1.0),
+            min_p: self.min_p.or(model.min_p).unwrap_or(0.0),
+            repetition_penalty: self.repetition_penalty.or(model.repetition_penalty).unwrap_or(1.0),
+            presence_penalty: self.presence_penalty,
+            frequency_penalty: self.frequency_penalty,
+            logit_bias: self.logit_bias.clone(),
+            seed: self.seed,
+        }
+    }
+}
+
+/// `smoe run`.
+#[derive(Debug, Args)]
+pub struct RunArgs {
+    /// The vault
+    pub vault: PathBuf,
+    /// The prompt; read from stdin if neither it nor --tokens-in is given
+    pub prompt: Option<String>,
+    /// The prompt as token ids, used as they are
+    #[arg(long, value_name = "1,2,3", value_delimiter = ',', conflicts_with = "prompt")]
+    pub tokens_in: Option<Vec<u32>>,
+    /// Print the ids of the new tokens alone, separated by spaces, an end token included
+    #[arg(long)]
+    pub raw_ids: bool,
+    /// The most new tokens
+    #[arg(long, value_name = "N", default_value_t = 512)]
+    pub max_tokens: usize,
+    /// End when this text appears; may be repeated
+    #[arg(long, value_name = "TEXT")]
+    pub stop: Vec<String>,
+    /// Instructions for the model, before the prompt
+    #[arg(long, value_name = "TEXT", conflicts_with = "tokens_in")]
+    pub system: Option<String>,
+    /// Go on past end tokens
+    #[arg(long)]
+    pub ignore_eos: bool,
+    /// Continue the prompt as it stands, without the model's chat template
+    #[arg(long)]
+    pub no_template: bool,
+    #[command(flatten)]
+    pub sampling: SamplingArgs,
+    #[command(flatten)]
+    pub machine: MachineArgs,
+}
+
+/// `smoe chat`.
+#[derive(Debug, Args)]
+pub struct ChatArgs {
+    /// The vault
+    pub vault: PathBuf,
+    /// Instructions for the model
+    #[arg(long, value_name = "TEXT")]
+    pub system: Option<String>,
+    /// The most tokens of an answer
+    #[arg(long, value_name = "N", default_value_t = 4096)]
+    pub max_tokens: usize,
+    #[command(flatten)]
+    pub sampling: SamplingArgs,
+    #[command(flatten)]
+    pub machine: MachineArgs,
+}
+
+/// `smoe demo`.
+#[derive(Debug, Args)]
+pub struct DemoArgs {
+    #[command(flatten)]
+    pub sampling: SamplingArgs,
+    #[command(flatten)]
+    pub machine: MachineArgs,
+}
+
+/// `smoe sculpt`.
+#[derive(Debug, Args)]
+pub struct SculptArgs {
+    /// A Hugging Face checkpoint: a directory with config.json and safetensors
+    pub checkpoint: PathBuf,
+    /// Where the vault goes
+    pub vault: Option<PathBuf>,
+    /// Bits of a routed expert's weight: 2, 3, 4, 5, 6, 8, or 16 for the checkpoint's own numbers
+    #[arg(long, value_name = "BITS", default_value_t = 4)]
+    pub bits: u8,
+    /// Weights that share a scale: 32, 64 or 128
+    #[arg(long, value_name = "N", default_value_t = 64)]
+    pub group: usize,
+    /// Everything else: bf16 (as it was), q8, q6, q5 or q4
+    #[arg(long, value_name = "BITS", default_value = "q8")]
+    pub backbone: smoe_sculpt::BackboneBits,
+    /// Show topology, sizes and what it will need, and write nothing
+    #[arg(long)]
+    pub dry_run: bool,
+    /// Keep only the first N layers
+    #[arg(long, value_name = "N")]
+    pub max_layers: Option<usize>,
+    /// Keep only the first N experts of each layer
+    #[arg(long, value_name = "N")]
+    pub max_experts: Option<usize>,
+    /// Check the vault against the checkpoint once more, tensor by tensor
+    #[arg(long)]
+    pub validate: bool,
+    /// Show the error of the coded weights, per kind of tensor
+    #[arg(long)]
+    pub measure_error: bool,
+    /// Replace a vault or partial work made with other settings
+    #[arg(long)]
+    pub force: bool,
+    /// Worker threads [default: all cores]
+    #[arg(long, value_name = "N")]
+    pub threads: Option<usize>,
+    /// Print what --dry-run and --measure-error find as JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `smoe plan`.
+#[derive(Debug, Args)]
+pub struct PlanArgs {
+    /// The vault
+    pub vault: PathBuf,
+    /// As JSON
+    #[arg(long)]
+    pub json: bool,
+    #[command(flatten)]
+    pub machine: MachineArgs,
+}
+
+/// `smoe inspect`.
+#[derive(Debug, Args)]
+pub struct InspectArgs {
+    /// The vault
+    pub vault: PathBuf,
+    /// As JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `smoe verify`.
+#[derive(Debug, Args)]
+pub struct VerifyArgs {
+    /// The vault
+    pub vault: PathBuf,
+    /// As JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `smoe probe`.
+#[derive(Debug, Args)]
+pub struct ProbeArgs {
+    /// The vault
+    pub vault: PathBuf,
+    /// The prompt as token ids
+    #[arg(long, value_name = "1,2,3", value_delimiter = ',', required = true)]
+    pub tokens_in: Vec<u32>,
+    /// Where to write: tensors `logits`, `hidden` and `router`
+    #[arg(long, value_name = "FILE.safetensors")]
+    pub out: PathBuf,
+    #[command(flatten)]
+    pub machine: MachineArgs,
+}
+
+/// `smoe template`.
+#[derive(Debug, Args)]
+pub struct TemplateArgs {
+    /// A Jinja chat template
+    pub file: PathBuf,
+}
+
+/// A number, or `auto`.
+#[derive(Debug, Default, Clone, Copy)]
+pub struct AutoNumber(pub Option<usize>);
+
+fn parse_auto(s: &str) -> Result<AutoNumber, String> {
+    match s {
+        "auto" => Ok(AutoNumber(None)),
+        _ => s.parse().map(|n| AutoNumber(Some(n))).map_err(|_| "a number or `auto`".to_owned()),
+    }
+}
+
+fn parse_kv(s: &str) -> Result<KvType, String> {
+    match s {
+        "f32" => Ok(KvType::F32),
+        "f16" => Ok(KvType::F16),
+        "q8" => Ok(KvType::Q8),
+        _ => Err("one of f32, f16, q8".to_owned()),
+    }
+}
+
+fn parse_bias(s: &str) -> Result<(u32, f32), String> {
+    let parsed = s.split_once('=').and_then(|(id, bias)| Some((id.parse().ok()?, bias.parse().ok()?)));
+    parsed.ok_or_else(|| "a token id and a number: ID=BIAS".to_owned())
+}
+
+/// Bytes: `1073741824`, `1024M`, `1G`, `1GiB` are the same.
+fn parse_size(s: &str) -> Result<u64, String> {
+    let fail = || "a size such as 800M or 12G".to_owned();
+    let digits = s.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(s.len());
+    let (number, unit) = s.split_at(digits);
+    let shift = match unit.trim().to_ascii_lowercase().trim_end_matches("ib").trim_end_matches('b') {
+        "" => 0,
+        "k" => 10,
+        "m" => 20,
+        "g" => 30,
+        "t" => 40,
+        _ => return Err(fail()),
+    };
+    let value = f64::from_str(number).map_err(|_| fail())? * (1u64 << shift) as f64;
+    if value >= 0.0 && value < (1u64 << 62) as f64 { Ok(value as u64) } else { Err(fail()) }
+}
+
+/// A bare number counts experts; a number with a unit is a size.
+fn parse_ring(s: &str) -> Result<RingSize, String> {
+    if s == "auto" {
+        return Ok(RingSize::Auto);
+    }
+    if let Ok(slots) = s.parse() {
+        return Ok(RingSize::Slots(slots));
+    }
+    parse_size(s).map(RingSize::Bytes).map_err(|_| "auto, a number of experts, or a size such as 4G".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_well_formed() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn sizes_take_units_of_1024() {
+        assert_eq!(parse_size("1024"), Ok(1024));
+        assert_eq!(parse_size("1.5G"), Ok(3 << 29));
+        assert_eq!(parse_size("800MiB"), Ok(800 << 20));
+        assert_eq!(parse_size("2kb"), Ok(2048));
+        assert!(parse_size("G").is_err() && parse_size("1X").is_err() && parse_size("-1").is_err());
+    }
+
+    #[test]
+    fn a_ring_is_experts_or_bytes() {
+        assert_eq!(parse_ring("auto"), Ok(RingSize::Auto));
+        assert_eq!(parse_ring("128"), Ok(RingSize::Slots(128)));
+        assert_eq!(parse_ring("1G"), Ok(RingSize::Bytes(1 << 30)));
+        assert!(parse_ring("lots").is_err());
+    }
+
+    #[test]
+    fn what_is_not_given_comes_from_the_model() {
+        let model = GenerationDefaults { temperature: Some(0.6), top_k: Some(20), ..Default::default() };
+        let settings = SamplingArgs::default().settings(&model);
+        assert_eq!((settings.temperature, settings.top_k), (0.6, 20));
+        let given = SamplingArgs { temperature: Some(0.0), ..Default::default() };
+        assert_eq!(given.settings(&model).temperature, 0.0);
+    }
+}

@@ -1,0 +1,142 @@
+//! `smoe inspect`: what is in a vault.
+
+use std::collections::BTreeMap;
+
+use serde_json::{Value, json};
+use smoe_engine::Vault;
+use smoe_engine::plan::Bytes;
+use smoe_format::{FfnKind, Projection};
+
+use crate::args::InspectArgs;
+use crate::failure::Failure;
+use crate::model;
+
+/// Runs the command.
+pub fn inspect(args: &InspectArgs) -> Result<(), Failure> {
+    let vault = model::open_vault(&args.vault)?;
+    let facts = facts(&vault)?;
+    if args.json {
+        println!("{}", serde_json::to_string_pretty(&facts)?);
+    } else {
+        print_facts(&vault, &facts);
+    }
+    Ok(())
+}
+
+fn facts(vault: &Vault) -> Result<Value, Failure> {
+    let experts = &vault.experts;
+    let expert_bytes: u64 = experts.records.iter().map(|r| r.len).sum();
+    let used: u64 = experts
+        .records
+        .iter()
+        .filter_map(|r| experts.table(r.key.layer))
+        .map(|table| table.used_bytes() as u64)
+        .sum();
+    let weights: u64 = experts
+        .layers
+        .iter()
+        .flat_map(|l| l.tensors.iter().map(|t| (t.rows * t.cols) as u64 * u64::from(l.n_experts)))
+        .sum();
+    let layers: Vec<Value> = experts
+        .layers
+        .iter()
+        .map(|l| {
+            let kinds = Projection::ALL.iter().zip(&l.tensors);
+            let encodings: BTreeMap<_, _> =
+                kinds.map(|(p, t)| (p.name(), t.encoding.to_string())).collect();
+            json!({
+                "layer": l.layer,
+                "experts": l.n_experts,
+                "record_bytes": l.record_len,
+                "used_bytes": l.used_bytes(),
+                "encodings": encodings,
+            })
+        })
+        .collect();
+    let mut backbone: BTreeMap<String, u64> = BTreeMap::new();
+    for (_, tensor) in vault.backbone.iter() {
+        *backbone.entry(tensor.encoding.to_string()).or_default() += tensor.bytes.end - tensor.bytes.start;
+    }
+    let manifest = experts.manifest();
+    Ok(json!({
+        "version": experts.version,
+        "experts_file": vault.experts_path,
+        "backbone_file": vault.backbone_path,
+        "spec": serde_json::to_value(&vault.spec)?,
+        "expert_file_bytes": experts.file_len,
+        "record_bytes": expert_bytes,
+        "padding_bytes": expert_bytes.saturating_sub(used),
+        "expert_weights": weights,
+        "bits_per_expert_weight": expert_bytes as f64 * 8.0 / weights.max(1) as f64,
+        "backbone_bytes": vault.backbone.file_len,
+        "backbone_bytes_by_encoding": backbone,
+        "layers": layers,
+        "source": manifest.map(|m| serde_json::to_value(&m.source)).transpose()?,
+        "files": manifest.map(|m| serde_json::to_value(&m.files)).transpose()?,
+    }))
+}
+
+fn print_facts(vault: &Vault, facts: &Value) {
+    let spec = &vault.spec;
+    let number = |name: &str| facts[name].as_u64().unwrap_or(0);
+    println!("vault      version {}, {}", vault.experts.version, vault.experts_path.display());
+    println!("model      {}", spec.model_type);
+    let dense = spec.layers.iter().filter(|kind| matches!(kind, FfnKind::Dense(_))).count();
+    println!(
+        "shape      {} layers ({dense} dense), width {}, vocabulary {}, context {}",
+        spec.n_layers(),
+        spec.d_model,
+        spec.vocab_size,
+        spec.max_context
+    );
+    let a = spec.attention;
+    println!(
+        "attention  {} heads over {} KV heads of {}{}, {:?} RoPE scaling, theta {}",
+        a.n_heads,
+        a.n_kv_heads,
+        a.head_dim,
+        if a.qk_norm { ", QK-norm" } else { "" },
+        spec.rope.scaling,
+        spec.rope.theta
+    );
+    let shared = match spec.moe.d_shared {
+        0 => String::new(),
+        width => format!(", shared expert of width {width}"),
+    };
+    println!(
+        "experts    {} per layer, {} per token, width {}{shared}",
+        spec.moe.n_experts, spec.moe.top_k, spec.moe.d_expert
+    );
+    println!(
+        "records    {} in {}, {} padding ({:.1} %), {:.2} bits a weight",
+        vault.experts.records.len(),
+        Bytes(number("record_bytes")),
+        Bytes(number("padding_bytes")),
+        100.0 * number("padding_bytes") as f64 / number("record_bytes").max(1) as f64,
+        facts["bits_per_expert_weight"].as_f64().unwrap_or(0.0)
+    );
+    let mut last = String::new();
+    for table in &vault.experts.layers {
+        let kinds = Projection::ALL.iter().zip(&table.tensors);
+        let kinds: Vec<String> = kinds.map(|(p, t)| format!("{} {}", p.name(), t.encoding)).collect();
+        let line = format!("{}, {} a record", kinds.join(", "), Bytes(table.record_len as u64));
+        if line != last {
+            println!("  from layer {}: {line}", table.layer);
+        }
+        last = line;
+    }
+    println!("backbone   {}", Bytes(vault.backbone.file_len));
+    if let Some(encodings) = facts["backbone_bytes_by_encoding"].as_object() {
+        for (encoding, bytes) in encodings {
+            println!("  {encoding}: {}", Bytes(bytes.as_u64().unwrap_or(0)));
+        }
+    }
+    match vault.experts.manifest() {
+        Some(manifest) => {
+            for file in &manifest.files {
+                println!("file       {} ({}, crc32c {})", file.name, Bytes(file.bytes), file.crc32c);
+            }
+        }
+        None => println!("checksums  none: an original file of version {}", vault.experts.version),
+    }
+}

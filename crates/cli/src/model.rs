@@ -1,0 +1,84 @@
+//! From the name of a vault to an open engine and its text.
+
+use std::cell::RefCell;
+use std::path::{Path, PathBuf};
+
+use indicatif::ProgressBar;
+use smoe_engine::{DirectIo, Engine, EngineError, EngineOptions, Vault};
+use smoe_text::ModelText;
+
+use crate::failure::Failure;
+use crate::progress;
+
+/// The vault called `demo`: `$SMOE_DEMO`, then beside the executable, then where it was built.
+pub fn demo_path() -> Result<PathBuf, Failure> {
+    if let Some(path) = std::env::var_os("SMOE_DEMO") {
+        return Ok(path.into());
+    }
+    let beside = std::env::current_exe().ok().and_then(|exe| Some(exe.parent()?.join("demo")));
+    let built = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../demo");
+    let found = beside.into_iter().chain([built]).find(|path| path.is_dir());
+    found.ok_or_else(|| {
+        Failure::new("the demo vault is not here: put it beside the executable, or name it in SMOE_DEMO")
+    })
+}
+
+/// Where a vault named on the command line is.
+pub fn resolve(vault: &Path) -> Result<PathBuf, Failure> {
+    if vault.as_os_str() == "demo" { demo_path() } else { Ok(vault.to_owned()) }
+}
+
+/// Opens the vault named on the command line; no weights are read.
+pub fn open_vault(name: &Path) -> Result<Vault, Failure> {
+    let path = resolve(name)?;
+    match Vault::open(&path) {
+        // A version 1 file does not say what its model is; the checkpoint's config beside it does.
+        Err(EngineError::Format { source, file }) if path.is_file() => {
+            let config = path.with_file_name("config.json");
+            match std::fs::read(&config) {
+                Ok(json) => {
+                    let (spec, _) = smoe_sculpt::spec_from_config(&serde_json::from_slice(&json)?)?;
+                    Ok(Vault::open_with(&path, Some(spec))?)
+                }
+                Err(_) => Err(EngineError::Format { source, file }.into()),
+            }
+        }
+        other => Ok(other?),
+    }
+}
+
+/// Tokeniser, template and defaults that travel with a vault.
+pub fn open_text(vault: &Vault) -> Result<ModelText, Failure> {
+    let failed = RefCell::new(None);
+    let text = ModelText::load(&|name| {
+        vault.side_file(name).unwrap_or_else(|e| {
+            failed.borrow_mut().get_or_insert(e);
+            None
+        })
+    });
+    match failed.into_inner() {
+        Some(error) => Err(error.into()),
+        None => Ok(text?),
+    }
+}
+
+/// Opens the engine, with a bar on stderr where loading takes long.
+pub fn open_engine(vault: &Vault, options: &EngineOptions) -> Result<Engine, Failure> {
+    let spinner = progress::spinner("loading the backbone");
+    let engine = Engine::open(vault, options);
+    spinner.finish_and_clear();
+    let mut engine = engine?;
+    if let DirectIo::No { why } = engine.info().direct_io {
+        eprintln!("note: reads go through the page cache: {why}");
+    }
+    let mut bar: Option<ProgressBar> = None;
+    let loaded = engine.preload(&mut |done, total| {
+        let bar = bar.get_or_insert_with(|| progress::bytes("loading experts", total));
+        bar.set_position(done);
+    });
+    if let Some(bar) = bar {
+        bar.finish_and_clear();
+    }
+    loaded?;
+    Ok(engine)
+}

@@ -1,0 +1,86 @@
+//! Progress on stderr; silent where that is no terminal.
+
+use std::sync::Mutex;
+use std::time::Duration;
+
+use indicatif::{ProgressBar, ProgressStyle};
+
+/// A bar that counts bytes, with rate and time left.
+pub fn bytes(what: &'static str, total: u64) -> ProgressBar {
+    let style = "{msg} [{bar:32}] {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec} {eta}";
+    bar(style, total).with_message(what)
+}
+
+/// A bar that counts tokens.
+pub fn tokens(what: &'static str, total: u64) -> ProgressBar {
+    bar("{msg} [{bar:32}] {pos}/{len} tokens {per_sec} {eta}", total).with_message(what)
+}
+
+fn bar(template: &str, total: u64) -> ProgressBar {
+    let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
+    ProgressBar::new(total).with_style(style.progress_chars("=> "))
+}
+
+/// Something of unknown length; appears only if it lasts.
+pub fn spinner(what: &'static str) -> ProgressBar {
+    let spinner = ProgressBar::new_spinner().with_message(what);
+    spinner.enable_steady_tick(Duration::from_millis(120));
+    spinner
+}
+
+/// The sculptor's progress, drawn as one bar of bytes per phase.
+#[derive(Default)]
+pub struct Bar {
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    phase: String,
+    bar: Option<ProgressBar>,
+}
+
+impl Bar {
+    /// Clears what is drawn.
+    pub fn finish(&self) {
+        if let Ok(mut state) = self.state.lock()
+            && let Some(bar) = state.bar.take()
+        {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+impl smoe_sculpt::Progress for Bar {
+    fn phase(&self, name: &str) {
+        self.finish();
+        if let Ok(mut state) = self.state.lock() {
+            name.clone_into(&mut state.phase);
+        }
+    }
+
+    fn start(&self, total_bytes: u64) {
+        self.finish();
+        if let Ok(mut state) = self.state.lock() {
+            let bar = bytes("", total_bytes);
+            bar.set_message(state.phase.clone());
+            state.bar = Some(bar);
+        }
+    }
+
+    fn advance(&self, bytes: u64) {
+        if let Ok(state) = self.state.lock()
+            && let Some(bar) = &state.bar
+        {
+            bar.inc(bytes);
+        }
+    }
+
+    fn warn(&self, message: &str) {
+        let bar = self.state.lock().ok().and_then(|state| state.bar.clone());
+        match bar {
+            Some(bar) => bar.suspend(|| eprintln!("warning: {message}")),
+            None => eprintln!("warning: {message}"),
+        }
+    }
+}

@@ -1,0 +1,64 @@
+//! What computes: the verbs of a layer.
+//!
+//! A backend owns the planes of a step (hidden states, projections, expert outputs) and turns them in place;
+//! the engine says in which order, and brings the experts. The verbs are those of a layer, not single
+//! operations, so that a device may fuse. A backend never knows the store: experts come as leases, in
+//! batches as they arrive, and each is dropped when the work on it is done.
+
+pub mod cpu;
+
+use smoe_store::Lease;
+
+use crate::kv::{KvCache, SeqId};
+use crate::routes::Routes;
+
+/// Rows of a step: whose token, at which position.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Row {
+    /// The session.
+    pub seq: SeqId,
+    /// Position in it.
+    pub position: u32,
+}
+
+/// The most rows that [`Backend::head`] takes at once.
+pub const HEAD_ROWS: usize = 8;
+
+/// The verbs of a layer, for the T tokens of a step.
+///
+/// A step is `embed`, then for each layer `attend` and either `dense`, or `route`, `begin`, `experts` any
+/// number of times until every expert of the union has come, and `finish`; then `head` any number of times.
+/// What a token gets does not depend on T or on its neighbours.
+pub trait Backend: Send {
+    /// Hidden states become the embeddings of `tokens`.
+    fn embed(&mut self, tokens: &[u32]);
+
+    /// Adds attention: norm, projections, QK-norm, RoPE, append to the cache, scores, output projection.
+    /// Rows of a session are in ascending position and its blocks are reserved.
+    fn attend(&mut self, layer: usize, rows: &[Row], kv: &mut KvCache);
+
+    /// Adds a dense feed-forward part.
+    fn dense(&mut self, layer: usize);
+
+    /// Norm and router logits, `[T, n_experts]`.
+    fn route(&mut self, layer: usize) -> &[f32];
+
+    /// Starts the layer's experts; the shared expert may be computed while reads are under way.
+    fn begin(&mut self, layer: usize, routes: &Routes);
+
+    /// Computes the outputs of these experts for all their tokens, and gives the leases back.
+    fn experts(&mut self, layer: usize, ready: &mut Vec<Lease>, routes: &Routes);
+
+    /// Adds each token's expert outputs, weighted, in ascending expert id whatever order they came in, and
+    /// the shared expert's.
+    fn finish(&mut self, layer: usize, routes: &Routes);
+
+    /// Logits (`[rows, vocab_size]`) of at most [`HEAD_ROWS`] tokens of the step.
+    fn head(&mut self, tokens: &[usize]) -> &mut [f32];
+
+    /// Hidden states, `[T, d_model]`.
+    fn hidden(&self) -> &[f32];
+
+    /// Hidden states of one token after the final norm, `[d_model]`; only after the last layer.
+    fn final_hidden(&mut self, token: usize) -> &[f32];
+}

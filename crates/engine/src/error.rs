@@ -1,0 +1,118 @@
+//! What can go wrong between a vault and a token.
+
+use std::path::PathBuf;
+
+use smoe_format::FormatError;
+use smoe_store::{DiskError, OutOfMemory, StoreError};
+
+/// An engine error: what happened, where, and what to change.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum EngineError {
+    /// A file cannot be opened or read.
+    #[error("{}: {source}", file.display())]
+    Io {
+        /// The file.
+        file: PathBuf,
+        /// The system's error.
+        source: std::io::Error,
+    },
+    /// A path is neither a vault directory nor an original `.smoe` file.
+    #[error("{} is no vault: {what}", path.display())]
+    NotAVault {
+        /// The path.
+        path: PathBuf,
+        /// What is missing.
+        what: String,
+    },
+    /// A file of the vault has wrong bytes.
+    #[error("{}: {source}", file.display())]
+    Format {
+        /// The file.
+        file: PathBuf,
+        /// What is wrong.
+        source: FormatError,
+    },
+    /// A file does not have the length or checksum that the vault lists.
+    #[error("{} is damaged: {what}; `smoe verify` tells more", file.display())]
+    Damaged {
+        /// The file.
+        file: PathBuf,
+        /// Expected and found.
+        what: String,
+    },
+    /// Reading an expert failed.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// Reading a file failed.
+    #[error(transparent)]
+    Disk(#[from] DiskError),
+    /// The system has no room for the resident weights.
+    #[error(transparent)]
+    OutOfMemory(#[from] OutOfMemory),
+    /// The memory plan does not fit.
+    #[error(
+        "the model needs at least {} of memory, {} may be used: raise --memory, or lower --context or --chunk",
+        crate::plan::Bytes(*floor), crate::plan::Bytes(*given)
+    )]
+    Budget {
+        /// The least that works, in bytes.
+        floor: u64,
+        /// What may be used, in bytes.
+        given: u64,
+    },
+    /// A setting is out of range.
+    #[error("{name} {value}: {rule}")]
+    Setting {
+        /// The flag.
+        name: &'static str,
+        /// What was given.
+        value: String,
+        /// What it must be.
+        rule: String,
+    },
+    /// A sampling setting is out of range.
+    #[error("{name} is {value}, it must be {rule}")]
+    Sampling {
+        /// The setting.
+        name: &'static str,
+        /// What was given.
+        value: String,
+        /// What it must be.
+        rule: &'static str,
+    },
+    /// A token id that the model does not have.
+    #[error("token {id} is not in the vocabulary of {vocab_size}")]
+    Token {
+        /// The id.
+        id: u32,
+        /// Size of the vocabulary.
+        vocab_size: usize,
+    },
+    /// Nothing to continue from.
+    #[error("the prompt is empty: give at least one token")]
+    EmptyPrompt,
+    /// The conversation does not fit the context.
+    #[error("{needed} tokens do not fit the context of {context}: raise --context or drop older turns")]
+    ContextFull {
+        /// Tokens that would be held.
+        needed: usize,
+        /// Positions that there are.
+        context: usize,
+    },
+    /// Every session slot is taken.
+    #[error("no session is free: {sessions} are open")]
+    NoSession {
+        /// How many there may be.
+        sessions: usize,
+    },
+    /// The request was cancelled; what was computed is kept.
+    #[error("cancelled")]
+    Cancelled,
+    /// A logit is not a number: the weights, or a kernel, are broken.
+    #[error("a logit at position {position} is not finite")]
+    NotFinite {
+        /// Position in the session.
+        position: usize,
+    },
+}

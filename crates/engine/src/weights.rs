@@ -1,0 +1,239 @@
+//! The resident backbone: one page-aligned buffer with the file's bytes, and views into it.
+
+use std::ops::Range;
+use std::sync::Mutex;
+
+use smoe_format::backbone::LayerPart;
+use smoe_format::{BackboneTensor, Encoding, FfnKind, ModelSpec, file_name};
+use smoe_kernels::Matrix;
+use smoe_store::{AlignedBuf, Disk};
+
+use crate::EngineError;
+use crate::vault::Vault;
+
+/// Bytes of a read; large enough for any drive's full speed.
+const PIECE: usize = 8 << 20;
+
+/// A matrix of the backbone.
+#[derive(Clone, Debug)]
+pub struct Tensor {
+    bytes: Range<usize>,
+    /// Rows: outputs.
+    pub rows: usize,
+    /// Columns: inputs.
+    pub cols: usize,
+    /// Its encoding.
+    pub encoding: Encoding,
+}
+
+/// SwiGLU matrices: a dense layer, or a shared expert.
+#[derive(Clone, Debug)]
+pub struct Ffn {
+    /// `[width, d_model]`.
+    pub gate: Tensor,
+    /// `[width, d_model]`.
+    pub up: Tensor,
+    /// `[d_model, width]`.
+    pub down: Tensor,
+}
+
+/// The feed-forward weights of a layer that are resident.
+#[derive(Clone, Debug)]
+pub enum LayerFfn {
+    /// A dense layer.
+    Dense(Ffn),
+    /// An MoE layer.
+    Moe {
+        /// `[n_experts, d_model]`.
+        router: Tensor,
+        /// What every token visits.
+        shared: Option<Ffn>,
+    },
+}
+
+/// A layer's resident weights.
+#[derive(Clone, Debug)]
+pub struct LayerWeights {
+    /// `[d_model]`.
+    pub attn_norm: Vec<f32>,
+    /// `[n_heads * head_dim, d_model]`.
+    pub q: Tensor,
+    /// `[n_kv_heads * head_dim, d_model]`.
+    pub k: Tensor,
+    /// `[n_kv_heads * head_dim, d_model]`.
+    pub v: Tensor,
+    /// `[d_model, n_heads * head_dim]`.
+    pub o: Tensor,
+    /// `[head_dim]` each, for queries and keys.
+    pub qk_norm: Option<(Vec<f32>, Vec<f32>)>,
+    /// `[d_model]`.
+    pub ffn_norm: Vec<f32>,
+    /// Feed-forward part.
+    pub ffn: LayerFfn,
+}
+
+/// All resident weights.
+pub struct Weights {
+    buffer: AlignedBuf,
+    /// `[vocab_size, d_model]`.
+    pub embed: Tensor,
+    /// By layer.
+    pub layers: Vec<LayerWeights>,
+    /// `[d_model]`.
+    pub final_norm: Vec<f32>,
+    /// `[vocab_size, d_model]`; the embedding if tied.
+    pub head: Tensor,
+}
+
+impl std::fmt::Debug for Weights {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Weights").field("bytes", &self.buffer.len()).finish_non_exhaustive()
+    }
+}
+
+impl Weights {
+    /// Reads the backbone file whole, by `threads` threads, and checks its checksum where the vault has one.
+    ///
+    /// # Errors
+    /// If a read fails or the file is not the one that was sculpted.
+    pub fn load(vault: &Vault, disk: &dyn Disk, threads: usize) -> Result<Self, EngineError> {
+        let len = vault.backbone.file_len as usize;
+        let mut buffer = AlignedBuf::zeroed(len.next_multiple_of(smoe_store::PAGE))?;
+        let crc = read_all(disk, &mut buffer[..len], threads)?;
+        if let Some(entry) = vault.listed(file_name::BACKBONE) {
+            let found = format!("{crc:08x}");
+            if entry.crc32c != found {
+                let what = format!("checksum {found}, expected {}", entry.crc32c);
+                return Err(EngineError::Damaged { file: vault.backbone_path.clone(), what });
+            }
+        }
+        let source = Source { vault, buffer: &buffer };
+        let spec = &vault.spec;
+        let embed = source.matrix(BackboneTensor::Embed)?;
+        let head = if spec.tied_head { embed.clone() } else { source.matrix(BackboneTensor::Head)? };
+        let layers = (0..spec.n_layers()).map(|layer| source.layer(spec, layer)).collect::<Result<_, _>>()?;
+        let final_norm = source.vector(BackboneTensor::FinalNorm)?;
+        Ok(Self { embed, layers, final_norm, head, buffer })
+    }
+
+    /// A tensor as kernels take it.
+    #[must_use]
+    pub fn matrix(&self, tensor: &Tensor) -> Matrix<'_> {
+        Matrix::new(&self.buffer[tensor.bytes.clone()], tensor.rows, tensor.cols, tensor.encoding)
+    }
+
+    /// Every matrix.
+    pub fn tensors(&self) -> impl Iterator<Item = &Tensor> {
+        let layers = self.layers.iter().flat_map(|layer| {
+            let (router, ffn) = match &layer.ffn {
+                LayerFfn::Dense(dense) => (None, Some(dense)),
+                LayerFfn::Moe { router, shared } => (Some(router), shared.as_ref()),
+            };
+            let ffn = ffn.map(|ffn| [&ffn.gate, &ffn.up, &ffn.down]);
+            [&layer.q, &layer.k, &layer.v, &layer.o]
+                .into_iter()
+                .chain(router)
+                .chain(ffn.into_iter().flatten())
+        });
+        [&self.embed, &self.head].into_iter().chain(layers)
+    }
+
+    /// One row of a tensor, as `f32`.
+    pub fn row(&self, tensor: &Tensor, row: usize, out: &mut [f32]) {
+        tensor.encoding.decode_row(&self.buffer[tensor.bytes.clone()], tensor.cols, row, out);
+    }
+}
+
+struct Source<'a> {
+    vault: &'a Vault,
+    buffer: &'a [u8],
+}
+
+impl Source<'_> {
+    fn matrix(&self, tensor: BackboneTensor) -> Result<Tensor, EngineError> {
+        let name = self.vault.tensor_name(tensor);
+        let stored = self
+            .vault
+            .backbone
+            .require(&self.vault.spec, tensor, &name)
+            .map_err(|source| EngineError::Format { file: self.vault.backbone_path.clone(), source })?;
+        Ok(Tensor {
+            bytes: stored.bytes.start as usize..stored.bytes.end as usize,
+            rows: stored.rows,
+            cols: stored.cols,
+            encoding: stored.encoding,
+        })
+    }
+
+    fn vector(&self, tensor: BackboneTensor) -> Result<Vec<f32>, EngineError> {
+        let stored = self.matrix(tensor)?;
+        let mut values = vec![0.0; stored.cols];
+        stored.encoding.decode_row(&self.buffer[stored.bytes], stored.cols, 0, &mut values);
+        Ok(values)
+    }
+
+    fn layer(&self, spec: &ModelSpec, index: usize) -> Result<LayerWeights, EngineError> {
+        let tensor = |part| BackboneTensor::Layer(index as u32, part);
+        let matrix = |part| self.matrix(tensor(part));
+        let vector = |part| self.vector(tensor(part));
+        let ffn = |gate, up, down| {
+            Ok::<_, EngineError>(Ffn { gate: matrix(gate)?, up: matrix(up)?, down: matrix(down)? })
+        };
+        Ok(LayerWeights {
+            attn_norm: vector(LayerPart::AttnNorm)?,
+            q: matrix(LayerPart::Q)?,
+            k: matrix(LayerPart::K)?,
+            v: matrix(LayerPart::V)?,
+            o: matrix(LayerPart::O)?,
+            qk_norm: if spec.attention.qk_norm {
+                Some((vector(LayerPart::QNorm)?, vector(LayerPart::KNorm)?))
+            } else {
+                None
+            },
+            ffn_norm: vector(LayerPart::FfnNorm)?,
+            ffn: match spec.layers[index] {
+                FfnKind::Dense(_) => {
+                    LayerFfn::Dense(ffn(LayerPart::Gate, LayerPart::Up, LayerPart::Down)?)
+                }
+                FfnKind::Moe => LayerFfn::Moe {
+                    router: matrix(LayerPart::Router)?,
+                    shared: if spec.moe.d_shared > 0 {
+                        Some(ffn(LayerPart::SharedGate, LayerPart::SharedUp, LayerPart::SharedDown)?)
+                    } else {
+                        None
+                    },
+                },
+            },
+        })
+    }
+}
+
+/// Fills `buffer` with the whole file, several reads in flight; gives the crc32c of its bytes.
+fn read_all(disk: &dyn Disk, buffer: &mut [u8], threads: usize) -> Result<u32, EngineError> {
+    let len = buffer.len();
+    let pieces = Mutex::new(buffer.chunks_mut(PIECE).enumerate());
+    let sums = Mutex::new(vec![0u32; len.div_ceil(PIECE)]);
+    let worker = || -> Result<(), EngineError> {
+        loop {
+            // A poisoned lock means that another worker panicked, which the scope reports.
+            let next = pieces.lock().ok().and_then(|mut pieces| pieces.next());
+            let Some((i, piece)) = next else { return Ok(()) };
+            disk.read_range((i * PIECE) as u64, piece)?;
+            let sum = crc32c::crc32c(piece);
+            if let Ok(mut sums) = sums.lock() {
+                sums[i] = sum;
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..threads.max(2)).map(|_| scope.spawn(worker)).collect();
+        workers.into_iter().try_for_each(|handle| match handle.join() {
+            Ok(result) => result,
+            Err(panic) => std::panic::resume_unwind(panic),
+        })
+    })?;
+    let sums = sums.into_inner().unwrap_or_default();
+    Ok(sums.iter().enumerate().fold(0, |crc, (i, &sum)| {
+        crc32c::crc32c_combine(crc, sum, PIECE.min(len - i * PIECE))
+    }))
+}

@@ -1,0 +1,163 @@
+//! The work itself: rows of a checkpoint to bytes of a vault.
+
+use std::fs::File;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use smoe_format::half::f32_to_f16;
+use smoe_format::{Encoding, record_crc_start};
+
+use crate::checkpoint::{Checkpoint, Source};
+use crate::error::SculptError;
+use crate::plan::{Item, Plan, row_offset, runs};
+use crate::settings::Role;
+
+static ZEROS: [u8; 4096] = [0; 4096];
+
+/// A worker's buffers: a run's bytes, its weights, its codes.
+#[derive(Default)]
+pub(crate) struct Scratch {
+    pub raw: Vec<u8>,
+    pub values: Vec<f32>,
+    pub out: Vec<u8>,
+}
+
+/// Encodes whole rows into `scratch.out`.
+pub(crate) fn encode_rows(
+    checkpoint: &Checkpoint,
+    source: &Source,
+    encoding: Encoding,
+    rows: Range<usize>,
+    scratch: &mut Scratch,
+) -> Result<Option<f32>, SculptError> {
+    if encoding == source.encoding {
+        // Bytes as they are: not even a NaN's payload changes.
+        checkpoint.read_raw(source, rows, &mut scratch.out)?;
+        return Ok(None);
+    }
+    checkpoint.read_rows(source, rows.clone(), &mut scratch.raw, &mut scratch.values)?;
+    if !encoding.is_float()
+        && let Some(&w) = scratch.values.iter().find(|&&w| !codable(w))
+    {
+        return Ok(Some(w));
+    }
+    let len = encoding.tensor_bytes(rows.len(), source.cols).expect("a run is smaller than its tensor");
+    scratch.out.resize(len, 0);
+    encoding.encode(&scratch.values, source.cols, &mut scratch.out);
+    Ok(None)
+}
+
+/// True if a group with this weight has a finite scale.
+fn codable(w: f32) -> bool {
+    // Infinity in binary16, and its NaNs above.
+    w.abs() <= 65504.0 || (w.is_finite() && f32_to_f16(w.abs()) < 0x7c00)
+}
+
+/// Writes a piece's bytes in ascending order and keeps their checksum.
+struct Writer<'a> {
+    file: &'a File,
+    path: &'a Path,
+    at: u64,
+    crc: u32,
+}
+
+impl Writer<'_> {
+    fn put(&mut self, bytes: &[u8]) -> Result<(), SculptError> {
+        self.file.write_all_at(bytes, self.at).map_err(SculptError::io("write", self.path))?;
+        self.crc = crc32c::crc32c_append(self.crc, bytes);
+        self.at += bytes.len() as u64;
+        Ok(())
+    }
+
+    fn zeros_to(&mut self, end: u64) -> Result<(), SculptError> {
+        while self.at < end {
+            let n = (end - self.at).min(ZEROS.len() as u64) as usize;
+            self.put(&ZEROS[..n])?;
+        }
+        Ok(())
+    }
+}
+
+/// Encodes one item and writes it to `file`; returns its checksum.
+pub(crate) fn write_item(
+    checkpoint: &Checkpoint,
+    plan: &Plan,
+    item: Item,
+    (file, path): (&File, &Path),
+    scratch: &mut Scratch,
+) -> Result<u32, SculptError> {
+    let (offset, len) = plan.place(item);
+    let mut writer = Writer { file, path, at: offset, crc: crc_start(plan, item) };
+    let sources = &plan.sources;
+    match item {
+        Item::Expert(i) => {
+            let (key, tensors) = &sources.experts[i];
+            let table = plan.experts.table(key.layer).expect("every record's layer has a table");
+            for ((entry, source), projection) in
+                table.tensors.iter().zip(tensors).zip(smoe_format::Projection::ALL)
+            {
+                writer.zeros_to(offset + entry.offset as u64)?;
+                for rows in runs(entry.rows, entry.cols) {
+                    let odd = encode_rows(checkpoint, source, entry.encoding, rows, scratch)?;
+                    refuse(odd, Role::Expert { layer: key.layer, projection }, || {
+                        (sources.family.expert_name)(*key, projection)
+                    })?;
+                    writer.put(&scratch.out)?;
+                }
+            }
+            writer.zeros_to(offset + len)?;
+        }
+        Item::Run { tensor, run } => {
+            let t = &plan.backbone.tensors[tensor];
+            let rows = runs(t.rows, t.cols).nth(run).expect("items are made from runs");
+            debug_assert_eq!(offset, t.offset + row_offset(t.encoding, rows.start, t.cols));
+            let odd = encode_rows(checkpoint, &t.source, t.encoding, rows, scratch)?;
+            refuse(odd, Role::Backbone(t.tensor), || sources.backbone_name(t.tensor))?;
+            writer.put(&scratch.out)?;
+        }
+    }
+    debug_assert_eq!(writer.at, offset + len);
+    Ok(writer.crc)
+}
+
+fn refuse(odd: Option<f32>, role: Role, name: impl Fn() -> String) -> Result<(), SculptError> {
+    let flag = match role {
+        Role::Expert { .. } => "--bits 16",
+        Role::Backbone(_) => "--backbone bf16",
+    };
+    odd.map_or(Ok(()), |found| Err(SculptError::Range { tensor: name(), found, flag }))
+}
+
+/// The checksum of an item before its first byte.
+fn crc_start(plan: &Plan, item: Item) -> u32 {
+    match item {
+        Item::Expert(i) => record_crc_start(plan.experts.records[i].key),
+        Item::Run { .. } => 0,
+    }
+}
+
+/// The checksum of an item's bytes as they are in `file`.
+pub(crate) fn item_crc(plan: &Plan, item: Item, file: &File, buffer: &mut Vec<u8>) -> std::io::Result<u32> {
+    let (offset, len) = plan.place(item);
+    crc_at(file, offset, len, crc_start(plan, item), buffer)
+}
+
+/// Continues a checksum over bytes of a file, piece by piece.
+pub(crate) fn crc_at(
+    file: &File,
+    offset: u64,
+    len: u64,
+    start: u32,
+    buffer: &mut Vec<u8>,
+) -> std::io::Result<u32> {
+    const PIECE: u64 = 1 << 20;
+    let (mut at, end, mut crc) = (offset, offset + len, start);
+    while at < end {
+        buffer.resize((end - at).min(PIECE) as usize, 0);
+        file.read_exact_at(buffer, at)?;
+        crc = crc32c::crc32c_append(crc, buffer);
+        at += buffer.len() as u64;
+    }
+    Ok(crc)
+}

@@ -1,0 +1,223 @@
+//! The unfinished work beside a vault, `.NAME.partial/`: its lock, its files, and what is done already.
+
+use std::collections::HashMap;
+use std::fs::{self, File, OpenOptions, TryLockError};
+use std::io::{self, Write as _};
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+
+use smoe_format::expert_file::Provenance;
+use smoe_format::file_name;
+
+use crate::error::SculptError;
+use crate::journal::{self, Journal};
+use crate::plan::parent_of;
+use crate::vault;
+
+pub(crate) const JOURNAL: &str = "journal";
+/// Finished pieces are made durable so many times in a sculpt...
+const DURABLE_TIMES: u64 = 32;
+/// ... but not for less than this (a flush costs some milliseconds), and at the latest after this: what a
+/// power cut can cost.
+const DURABLE_BYTES: (u64, u64) = (256 << 10, 64 << 20);
+
+/// The directory of unfinished work, locked.
+#[derive(Debug)]
+pub(crate) struct Partial {
+    pub dir: PathBuf,
+    /// Holds the lock; stays the same through the final rename.
+    handle: File,
+}
+
+/// What was found in it.
+pub(crate) enum Found {
+    /// Nothing of use.
+    Nothing,
+    /// Finished pieces and their checksums.
+    Pieces(HashMap<String, u32>),
+    /// A whole vault that only lacks its last check and its name.
+    Whole,
+}
+
+impl Partial {
+    /// Where the unfinished work of `vault` is.
+    pub fn path(vault: &Path) -> Result<PathBuf, SculptError> {
+        hidden(vault, "partial")
+    }
+
+    /// Creates the directory if need be and locks it.
+    pub fn lock(vault: &Path) -> Result<Self, SculptError> {
+        let dir = Self::path(vault)?;
+        let parent = parent_of(vault);
+        fs::create_dir_all(parent).map_err(SculptError::io("create", parent))?;
+        loop {
+            match fs::create_dir(&dir) {
+                Err(e) if e.kind() != io::ErrorKind::AlreadyExists => {
+                    return Err(SculptError::io("create", &dir)(e));
+                }
+                _ => {}
+            }
+            let handle = match File::open(&dir) {
+                Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
+                other => other.map_err(SculptError::io("open", &dir))?,
+            };
+            match handle.try_lock() {
+                Ok(()) => {}
+                Err(TryLockError::WouldBlock) => return Err(SculptError::Busy { partial: dir }),
+                Err(TryLockError::Error(e)) => return Err(SculptError::io("lock", &dir)(e)),
+            }
+            // Another process may have given the directory its final name between open and lock.
+            let mine = handle.metadata().map_err(SculptError::io("read", &dir))?;
+            match fs::metadata(&dir) {
+                Ok(there) if (there.dev(), there.ino()) == (mine.dev(), mine.ino()) => {
+                    return Ok(Self { dir, handle });
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// A file in it.
+    pub fn file(&self, name: &str) -> PathBuf {
+        self.dir.join(name)
+    }
+
+    /// Looks at what an earlier run left for this plan.
+    pub fn inspect(&self, provenance: &Provenance, force: bool) -> Result<Found, SculptError> {
+        let path = self.file(JOURNAL);
+        let (found, pieces) = match fs::read(&path) {
+            Ok(bytes) => match Journal::parse(&bytes) {
+                Some(journal) => (journal.provenance, Some(journal.pieces)),
+                None => return Ok(Found::Nothing),
+            },
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                // The journal goes last, when everything else is in place.
+                match vault::read_head(&self.file(file_name::EXPERTS)) {
+                    Ok((file, _)) => match file.manifest() {
+                        Some(manifest) => (manifest.source.clone(), None),
+                        None => return Ok(Found::Nothing),
+                    },
+                    Err(_) => return Ok(Found::Nothing),
+                }
+            }
+            Err(e) => return Err(SculptError::io("read", &path)(e)),
+        };
+        match differs(&found, provenance) {
+            None => Ok(pieces.map_or(Found::Whole, Found::Pieces)),
+            Some(_) if force => Ok(Found::Nothing),
+            Some((what, found, expected)) => {
+                Err(SculptError::OtherPartial { partial: self.dir.clone(), what, found, expected })
+            }
+        }
+    }
+
+    /// Removes everything that a sculpt writes.
+    pub fn clear(&self) -> Result<(), SculptError> {
+        remove_vault_files(&self.dir, &[JOURNAL, "journal.new"])
+    }
+
+    /// Makes changes of names durable.
+    pub fn sync(&self) -> Result<(), SculptError> {
+        self.handle.sync_all().map_err(SculptError::io("write", &self.dir))
+    }
+
+    /// Opens a data file for positioned reads and writes and gives it its length.
+    pub fn data_file(&self, name: &str, len: u64) -> Result<File, SculptError> {
+        let path = self.file(name);
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .open(&path)
+            .map_err(SculptError::io("create", &path))?;
+        file.set_len(len).map_err(SculptError::io("write", &path))?;
+        Ok(file)
+    }
+}
+
+/// In what two provenances differ: what, found, expected.
+pub(crate) fn differs(found: &Provenance, expected: &Provenance) -> Option<(&'static str, String, String)> {
+    let short = |s: &str| s.chars().take(12).collect::<String>();
+    if found.fingerprint != expected.fingerprint {
+        return Some(("another checkpoint", short(&found.fingerprint), short(&expected.fingerprint)));
+    }
+    (found.settings != expected.settings)
+        .then(|| ("other settings", found.settings.clone(), expected.settings.clone()))
+}
+
+/// `.NAME.SUFFIX` beside `vault`.
+pub(crate) fn hidden(vault: &Path, suffix: &str) -> Result<PathBuf, SculptError> {
+    let name = vault.file_name().ok_or_else(|| SculptError::NotAVault { path: vault.to_owned() })?;
+    let mut hidden = std::ffi::OsString::from(".");
+    hidden.push(name);
+    hidden.push(".");
+    hidden.push(suffix);
+    Ok(parent_of(vault).join(hidden))
+}
+
+/// Removes the files of a vault, and `more`, from `dir`; strangers stay.
+pub(crate) fn remove_vault_files(dir: &Path, more: &[&str]) -> Result<(), SculptError> {
+    let names = [file_name::EXPERTS, file_name::BACKBONE].into_iter().chain(file_name::SIDE_FILES);
+    for name in more.iter().copied().chain(names) {
+        let path = dir.join(name);
+        match fs::remove_file(&path) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(SculptError::io("remove", &path)(e)),
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+/// The journal as the workers write it.
+pub(crate) struct Ledger<'a> {
+    path: PathBuf,
+    journal: Mutex<File>,
+    /// Files whose bytes must be on disk before a line is.
+    data: [&'a File; 2],
+    pending: Mutex<Pending>,
+    /// Bytes after which pieces are made durable.
+    every: u64,
+}
+
+#[derive(Default)]
+struct Pending {
+    lines: String,
+    bytes: u64,
+}
+
+impl<'a> Ledger<'a> {
+    /// A ledger for `total` bytes of pieces.
+    pub fn new(path: PathBuf, journal: File, data: [&'a File; 2], total: u64) -> Self {
+        let every = (total / DURABLE_TIMES).clamp(DURABLE_BYTES.0, DURABLE_BYTES.1);
+        Self { path, journal: Mutex::new(journal), data, pending: Mutex::new(Pending::default()), every }
+    }
+
+    /// Notes a finished piece whose bytes are written.
+    pub fn finished(&self, name: &str, crc: u32, bytes: u64) -> Result<(), SculptError> {
+        let full = {
+            let mut pending = self.pending.lock().expect("no worker panics");
+            journal::push_piece(&mut pending.lines, name, crc);
+            pending.bytes += bytes;
+            pending.bytes >= self.every
+        };
+        if full { self.flush() } else { Ok(()) }
+    }
+
+    /// Makes all finished pieces durable, and then their lines.
+    pub fn flush(&self) -> Result<(), SculptError> {
+        let mut journal = self.journal.lock().expect("no worker panics");
+        let Pending { lines, .. } = std::mem::take(&mut *self.pending.lock().expect("no worker panics"));
+        if lines.is_empty() {
+            return Ok(());
+        }
+        for file in self.data {
+            file.sync_data().map_err(SculptError::io("write", &self.path))?;
+        }
+        journal
+            .write_all(lines.as_bytes())
+            .and_then(|()| journal.sync_data())
+            .map_err(SculptError::io("write", &self.path))
+    }
+}

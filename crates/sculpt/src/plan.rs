@@ -1,0 +1,440 @@
+//! Everything about a sculpt that is known before the first weight is read: the model, where each tensor
+//! comes from, how it is coded, and where its bytes go.
+
+use std::collections::{BTreeMap, HashSet};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
+
+use smoe_format::backbone::{self, LayerPart};
+use smoe_format::expert_file::{FileEntry, Manifest, Provenance};
+use smoe_format::spec::{FfnKind, ModelSpec};
+use smoe_format::tile::ROWS;
+use smoe_format::{BackboneTensor, Encoding, ExpertFile, ExpertKey, Projection, file_name};
+
+use crate::checkpoint::{Checkpoint, Source};
+use crate::config::{family_of, spec_from_config};
+use crate::error::{SculptError, Warning};
+use crate::family::Family;
+use crate::settings::{Role, Settings};
+use crate::tokenizer;
+use crate::workers::stopped;
+
+/// Weights of a run of rows, a work item's reading unit: 4 MiB as `f32`.
+const RUN_WEIGHTS: usize = 1 << 20;
+/// Names shown of a longer list.
+const EXAMPLES: usize = 5;
+/// Data of the backbone file starts at a multiple of this, and so do its larger tensors: whole cache lines.
+const BACKBONE_ALIGN: u64 = 64;
+
+/// Where the tensors of a model are in a checkpoint.
+pub(crate) struct Sources {
+    /// The model as sculpted: cut, and with the head that the weights show.
+    pub spec: ModelSpec,
+    pub family: &'static Family,
+    /// In the order of [`BackboneTensor::all`].
+    pub backbone: Vec<(BackboneTensor, Source)>,
+    /// By layer and then expert: gate, up, down.
+    pub experts: Vec<(ExpertKey, [Source; 3])>,
+    pub warnings: Vec<Warning>,
+}
+
+impl Sources {
+    /// Finds every tensor that the model needs and checks its shape and type.
+    pub fn find(
+        checkpoint: &Checkpoint,
+        settings: &Settings,
+        stop: &AtomicBool,
+    ) -> Result<Self, SculptError> {
+        let family = family_of(checkpoint.config())?;
+        let (mut whole, config_warnings) = spec_from_config(checkpoint.config())?;
+        let mut warnings = checkpoint.warnings().to_vec();
+        warnings.extend(config_warnings);
+        let embed = decide_head(checkpoint, family, &mut whole, &mut warnings, stop)?;
+        let spec = cut(&whole, settings)?;
+
+        let mut missing = Vec::new();
+        let mut find = |name: &str, shape: &[usize]| {
+            let found = checkpoint.source(name, shape)?;
+            if found.is_none() {
+                missing.push(name.to_owned());
+            }
+            Ok::<_, SculptError>(found)
+        };
+        let mut backbone = Vec::new();
+        for tensor in BackboneTensor::all(&spec) {
+            // A router that is cut has its whole shape in the checkpoint.
+            let (rows, cols) = tensor.shape(&whole);
+            let shape = if tensor.is_vector() { &[cols][..] } else { &[rows, cols][..] };
+            let name =
+                if tensor == BackboneTensor::Embed { embed.clone() } else { (family.backbone_name)(tensor) };
+            if let Some(source) = find(&name, shape)? {
+                backbone.push((tensor, source));
+            }
+        }
+        let mut experts = Vec::new();
+        for layer in spec.moe_layers() {
+            for expert in 0..spec.moe.n_experts {
+                let key = ExpertKey { layer: layer as u32, expert: expert as u32 };
+                let mut found = Vec::with_capacity(3);
+                for projection in Projection::ALL {
+                    let (rows, cols) = projection.shape(&spec);
+                    found.extend(find(&(family.expert_name)(key, projection), &[rows, cols])?);
+                }
+                if let [gate, up, down] = found[..] {
+                    experts.push((key, [gate, up, down]));
+                }
+            }
+        }
+        if !missing.is_empty() {
+            return Err(SculptError::MissingTensors {
+                count: missing.len(),
+                examples: missing
+                    .iter()
+                    .take(EXAMPLES)
+                    .map(|name| checkpoint.describe_missing(name))
+                    .collect(),
+            });
+        }
+        warnings.extend(extra_tensors(checkpoint, family, &whole));
+        warnings.extend(tokenizer::check(checkpoint.dir(), whole.vocab_size));
+        Ok(Self { spec, family, backbone, experts, warnings })
+    }
+
+    /// The checkpoint's name of a backbone tensor.
+    pub fn backbone_name(&self, tensor: BackboneTensor) -> String {
+        (self.family.backbone_name)(tensor)
+    }
+}
+
+/// Decides, as the reference does, what the head is; sets `tied_head` and returns the embedding's name.
+fn decide_head(
+    checkpoint: &Checkpoint,
+    family: &Family,
+    spec: &mut ModelSpec,
+    warnings: &mut Vec<Warning>,
+    stop: &AtomicBool,
+) -> Result<String, SculptError> {
+    let embed = (family.backbone_name)(BackboneTensor::Embed);
+    let head = (family.backbone_name)(BackboneTensor::Head);
+    match (spec.tied_head, checkpoint.has(&head)) {
+        // The reference would put a random head here.
+        (false, false) => Err(SculptError::MissingHead { tensor: head }),
+        (false, true) | (true, false) => Ok(embed),
+        (true, true) if !checkpoint.has(&embed) => {
+            warnings.push(Warning::EmbeddingFromHead { embed, head: head.clone() });
+            Ok(head)
+        }
+        (true, true) => {
+            let shape = [spec.vocab_size, spec.d_model];
+            let sources = (checkpoint.source(&embed, &shape)?, checkpoint.source(&head, &shape)?);
+            let (Some(a), Some(b)) = sources else { return Ok(embed) };
+            spec.tied_head = equal(checkpoint, &a, &b, spec.vocab_size, stop)?;
+            warnings.push(if spec.tied_head {
+                Warning::EqualHead { tensor: head }
+            } else {
+                Warning::DifferentHead { tensor: head }
+            });
+            Ok(embed)
+        }
+    }
+}
+
+fn equal(
+    checkpoint: &Checkpoint,
+    a: &Source,
+    b: &Source,
+    rows: usize,
+    stop: &AtomicBool,
+) -> Result<bool, SculptError> {
+    let (mut raw, mut left, mut right) = (Vec::new(), Vec::new(), Vec::new());
+    for run in runs(rows, a.cols) {
+        if stopped(stop) {
+            return Err(SculptError::Stopped);
+        }
+        checkpoint.read_rows(a, run.clone(), &mut raw, &mut left)?;
+        checkpoint.read_rows(b, run, &mut raw, &mut right)?;
+        if left != right {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+/// The model with fewer layers and experts.
+fn cut(whole: &ModelSpec, settings: &Settings) -> Result<ModelSpec, SculptError> {
+    let mut spec = whole.clone();
+    let bad = |flag: &'static str, found: usize, expected: String| {
+        Err(SculptError::Setting { flag, found: found.to_string(), expected })
+    };
+    if let Some(n) = settings.max_layers {
+        spec.layers.truncate(n);
+        if !spec.layers.contains(&FfnKind::Moe) {
+            return bad("--max-layers", n, "leaves no layer with experts".to_owned());
+        }
+    }
+    if let Some(n) = settings.max_experts {
+        spec.moe.n_experts = spec.moe.n_experts.min(n);
+        if spec.moe.top_k > spec.moe.n_experts {
+            return bad("--max-experts", n, format!("must be at least top_k, {}", spec.moe.top_k));
+        }
+    }
+    Ok(spec)
+}
+
+fn extra_tensors(checkpoint: &Checkpoint, family: &Family, spec: &ModelSpec) -> Option<Warning> {
+    let mut known: HashSet<String> =
+        BackboneTensor::all(spec).into_iter().map(family.backbone_name).collect();
+    known.insert((family.backbone_name)(BackboneTensor::Head));
+    for layer in spec.moe_layers() {
+        for expert in 0..spec.moe.n_experts as u32 {
+            let key = ExpertKey { layer: layer as u32, expert };
+            known.extend(Projection::ALL.map(|projection| (family.expert_name)(key, projection)));
+        }
+    }
+    // Old checkpoints carry RoPE's frequencies; the reference computes them too.
+    let mut extra: Vec<&str> = checkpoint
+        .names()
+        .filter(|name| !known.contains(*name) && !name.ends_with(".rotary_emb.inv_freq"))
+        .collect();
+    extra.sort_unstable();
+    (!extra.is_empty()).then(|| Warning::ExtraTensors {
+        count: extra.len(),
+        examples: extra.iter().take(EXAMPLES).map(|&name| name.to_owned()).collect(),
+    })
+}
+
+/// A backbone tensor with its place in the backbone file.
+pub(crate) struct Placed {
+    pub tensor: BackboneTensor,
+    pub source: Source,
+    pub encoding: Encoding,
+    pub rows: usize,
+    pub cols: usize,
+    /// First byte in the file.
+    pub offset: u64,
+    /// Bytes.
+    pub len: u64,
+}
+
+/// The backbone file, laid out.
+pub(crate) struct BackboneLayout {
+    /// Everything before the data.
+    pub header: Vec<u8>,
+    /// In file order.
+    pub tensors: Vec<Placed>,
+    pub file_len: u64,
+}
+
+impl BackboneLayout {
+    fn new(sources: &Sources, settings: &Settings) -> Result<Self, SculptError> {
+        let mut tensors = Vec::new();
+        for &(tensor, source) in &sources.backbone {
+            let encoding = settings.encoding(Role::Backbone(tensor), source.encoding);
+            let (rows, cols) = tensor.shape(&sources.spec);
+            let len = encoding.tensor_bytes(rows, cols).ok_or_else(|| SculptError::Config {
+                key: tensor.to_string(),
+                found: format!("{rows}x{cols}"),
+                expected: "a tensor of a size that fits".to_owned(),
+            })? as u64;
+            tensors.push(Placed { tensor, source, encoding, rows, cols, offset: 0, len });
+        }
+        // Whole cache lines first, so that no odd length moves them off their alignment.
+        tensors.sort_by_cached_key(|t| (!t.len.is_multiple_of(BACKBONE_ALIGN), t.tensor.to_string()));
+        let mut offset = 0;
+        let mut labels = BTreeMap::new();
+        let mut entries = serde_json::Map::new();
+        for t in &mut tensors {
+            let (dtype, shape) = match t.encoding {
+                Encoding::F32 => ("F32", None),
+                Encoding::F16 => ("F16", None),
+                Encoding::Bf16 => ("BF16", None),
+                Encoding::Uniform(_) => {
+                    labels.insert(t.tensor.to_string(), backbone::label(t.encoding, t.rows, t.cols));
+                    ("U8", Some(vec![t.len]))
+                }
+            };
+            let matrix = || vec![t.rows as u64, t.cols as u64];
+            let shape =
+                shape.unwrap_or_else(|| if t.tensor.is_vector() { vec![t.cols as u64] } else { matrix() });
+            let entry = serde_json::json!({
+                "dtype": dtype,
+                "shape": shape,
+                "data_offsets": [offset, offset + t.len],
+            });
+            entries.insert(t.tensor.to_string(), entry);
+            t.offset = offset;
+            offset += t.len;
+        }
+        let mut json = serde_json::Map::new();
+        if !labels.is_empty() {
+            json.insert("__metadata__".to_owned(), serde_json::json!(labels));
+        }
+        json.append(&mut entries);
+        let mut text = serde_json::Value::Object(json).to_string();
+        // The format allows spaces behind the JSON.
+        while !(8 + text.len() as u64).is_multiple_of(BACKBONE_ALIGN) {
+            text.push(' ');
+        }
+        let mut header = (text.len() as u64).to_le_bytes().to_vec();
+        header.extend_from_slice(text.as_bytes());
+        let data = header.len() as u64;
+        for t in &mut tensors {
+            t.offset += data;
+        }
+        Ok(Self { header, tensors, file_len: data + offset })
+    }
+}
+
+/// Cuts a tensor into runs of whole blocks of rows.
+pub(crate) fn runs(
+    rows: usize,
+    cols: usize,
+) -> impl ExactSizeIterator<Item = std::ops::Range<usize>> + Clone {
+    let step = run_rows(cols);
+    (0..rows.div_ceil(step)).map(move |i| i * step..((i + 1) * step).min(rows))
+}
+
+fn run_rows(cols: usize) -> usize {
+    (RUN_WEIGHTS / (ROWS * cols.max(1))).max(1) * ROWS
+}
+
+/// First byte of row `row`, a multiple of 32, within its tensor.
+pub(crate) fn row_offset(encoding: Encoding, row: usize, cols: usize) -> u64 {
+    encoding.tensor_bytes(row, cols).expect("the whole tensor's length did not overflow") as u64
+}
+
+/// Bytes of a worker's buffers: the bytes, weights and codes of the longest run.
+pub(crate) fn worker_bytes(plan: &Plan) -> usize {
+    let backbone = plan.backbone.tensors.iter().map(|t| t.cols);
+    let experts = plan.experts.layers.iter().flat_map(|layer| layer.tensors.map(|t| t.cols));
+    let weights = backbone.chain(experts).map(|cols| run_rows(cols) * cols).max().unwrap_or(0);
+    12 * weights
+}
+
+/// The type that holds all weights of all `sources` without loss.
+fn common_type(sources: impl Iterator<Item = Encoding>) -> Encoding {
+    let mut common = None;
+    for encoding in sources {
+        match common {
+            None => common = Some(encoding),
+            Some(other) if other == encoding => {}
+            // Neither half holds the other.
+            Some(_) => return Encoding::F32,
+        }
+    }
+    common.unwrap_or(Encoding::F32)
+}
+
+/// Everything that is decided beforehand.
+pub(crate) struct Plan {
+    pub sources: Sources,
+    pub provenance: Provenance,
+    /// Checksums still zero.
+    pub experts: ExpertFile,
+    pub backbone: BackboneLayout,
+    /// Name, path in the checkpoint, length.
+    pub side_files: Vec<(&'static str, PathBuf, u64)>,
+}
+
+impl Plan {
+    pub fn new(checkpoint: &Checkpoint, settings: &Settings, stop: &AtomicBool) -> Result<Self, SculptError> {
+        settings.validate()?;
+        let sources = Sources::find(checkpoint, settings, stop)?;
+        let provenance =
+            Provenance { fingerprint: checkpoint.fingerprint()?, settings: settings.canonical() };
+        let backbone = BackboneLayout::new(&sources, settings)?;
+        let side_files = checkpoint.side_files()?;
+        let mut files = vec![FileEntry::new(file_name::BACKBONE, backbone.file_len, 0)];
+        files.extend(side_files.iter().map(|(name, _, len)| FileEntry::new(name, *len, 0)));
+        let manifest = Manifest { spec: sources.spec.clone(), source: provenance.clone(), files };
+        let mut encodings = BTreeMap::new();
+        for layer in sources.spec.moe_layers() {
+            let layer = layer as u32;
+            let of_layer = || sources.experts.iter().filter(|(key, _)| key.layer == layer);
+            let mut kinds = [Encoding::F32; 3];
+            for (p, projection) in Projection::ALL.into_iter().enumerate() {
+                let source = common_type(of_layer().map(|(_, tensors)| tensors[p].encoding));
+                kinds[p] = settings.encoding(Role::Expert { layer, projection }, source);
+            }
+            encodings.insert(layer, kinds);
+        }
+        let experts = ExpertFile::plan(manifest, |layer| encodings[&layer])?;
+        Ok(Self { sources, provenance, experts, backbone, side_files })
+    }
+
+    /// Bytes of the vault.
+    pub fn total_bytes(&self) -> u64 {
+        self.experts.file_len
+            + self.backbone.file_len
+            + self.side_files.iter().map(|(_, _, len)| len).sum::<u64>()
+    }
+
+    /// Every piece of work, in the order in which it is done.
+    pub fn items(&self) -> Vec<Item> {
+        let mut items = Vec::new();
+        for (tensor, placed) in self.backbone.tensors.iter().enumerate() {
+            items.extend((0..runs(placed.rows, placed.cols).len()).map(|run| Item::Run { tensor, run }));
+        }
+        items.extend((0..self.experts.records.len()).map(Item::Expert));
+        items
+    }
+
+    /// Where an item's bytes are: first byte and length, in the expert file or the backbone file.
+    pub fn place(&self, item: Item) -> (u64, u64) {
+        match item {
+            Item::Expert(i) => (self.experts.records[i].offset, self.experts.records[i].len),
+            Item::Run { tensor, run } => {
+                let t = &self.backbone.tensors[tensor];
+                let step = run_rows(t.cols);
+                let start = row_offset(t.encoding, run * step, t.cols);
+                let end = if (run + 1) * step >= t.rows {
+                    t.len
+                } else {
+                    row_offset(t.encoding, (run + 1) * step, t.cols)
+                };
+                (t.offset + start, end - start)
+            }
+        }
+    }
+
+    /// An item's name in the journal.
+    pub fn item_name(&self, item: Item) -> String {
+        match item {
+            Item::Expert(i) => {
+                let key = self.experts.records[i].key;
+                format!("expert {} {}", key.layer, key.expert)
+            }
+            Item::Run { tensor, run } => format!("tensor {} {run}", self.backbone.tensors[tensor].tensor),
+        }
+    }
+}
+
+/// A piece of work: what a worker takes, and what the journal remembers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Item {
+    /// A record, by its number.
+    Expert(usize),
+    /// A run of rows of a backbone tensor, both by number.
+    Run { tensor: usize, run: usize },
+}
+
+/// A backbone tensor's kind: its name without the layer.
+pub(crate) fn kind_name(tensor: BackboneTensor) -> String {
+    let name = tensor.to_string();
+    match tensor {
+        BackboneTensor::Layer(layer, part) => {
+            let kind = name.trim_start_matches(&format!("layers.{layer}.")).to_owned();
+            if matches!(part, LayerPart::Gate | LayerPart::Up | LayerPart::Down) {
+                format!("dense {kind}")
+            } else {
+                kind
+            }
+        }
+        _ => name,
+    }
+}
+
+/// The directory in which a vault's unfinished work and finished self lie.
+pub(crate) fn parent_of(path: &Path) -> &Path {
+    path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}

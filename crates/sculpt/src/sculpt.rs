@@ -1,0 +1,507 @@
+//! The sculpt as a whole: plan, resume, encode, finish, check, give the name.
+
+use std::collections::HashMap;
+use std::fs::{self, File};
+use std::io::{Read as _, Write as _};
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use smoe_format::expert_file::{Architecture, FileEntry, Provenance};
+use smoe_format::spec::{FfnKind, ModelSpec};
+use smoe_format::{BackboneTensor, ExpertFile, file_name};
+
+use crate::checkpoint::Checkpoint;
+use crate::encode::{Scratch, item_crc, write_item};
+use crate::error::{SculptError, Warning};
+use crate::journal::{self, Journal};
+use crate::partial::{Found, JOURNAL, Ledger, Partial, differs, hidden, remove_vault_files};
+use crate::plan::{Item, Plan, parent_of, worker_bytes};
+use crate::progress::Progress;
+use crate::settings::Settings;
+use crate::vault::{self, Existing};
+use crate::{verify, workers};
+
+/// Left free on the disk beyond what the vault needs.
+const RESERVE: u64 = 64 << 20;
+
+/// How a sculpt ended well.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// The vault was made, checked, and has its name.
+    Created,
+    /// There was a vault of the same checkpoint and settings already.
+    AlreadyComplete,
+}
+
+/// Makes the vault directory `vault` from `checkpoint`.
+///
+/// Until it is complete and checked, the work is in `.NAME.partial/` beside it; after an error, a
+/// cancellation or a kill the same call goes on from there, with the same bytes in the end.
+///
+/// Memory: a worker holds one run of rows at a time, as bytes, `f32` and codes: at most 12 MiB unless rows are
+/// longer than 32,768 weights, and never a whole record or tensor. There are never more workers than 1 GiB of
+/// such buffers allows. The rest is headers and tables, some tens of MiB for the largest published models.
+/// (A checkpoint of 6.2 GB with rows of 2048 weights peaked at 19 MB with two workers.)
+///
+/// # Errors
+/// [`SculptError::Cancelled`] if `cancel` became true; else what is wrong, and what to do about it.
+pub fn sculpt(
+    checkpoint: &Path,
+    vault: &Path,
+    settings: &Settings,
+    progress: &dyn Progress,
+    cancel: &AtomicBool,
+) -> Result<Outcome, SculptError> {
+    settings.validate()?;
+    progress.phase("reading headers");
+    let checkpoint = Checkpoint::open(checkpoint)?;
+    let plan = Plan::new(&checkpoint, settings, cancel)?;
+    for warning in &plan.sources.warnings {
+        progress.warn(&warning.to_string());
+    }
+    if !settings.force && is_complete(vault, &plan.provenance)? {
+        remove_old(vault, progress)?;
+        return Ok(Outcome::AlreadyComplete);
+    }
+    if let Existing::Other = Existing::at(vault)? {
+        return Err(SculptError::NotAVault { path: vault.to_owned() });
+    }
+    if !Partial::path(vault)?.exists() {
+        // Before anything is written; what earlier work left is counted in `run`.
+        check_space(existing_ancestor(vault), plan.total_bytes())?;
+    }
+    let partial = Partial::lock(vault)?;
+    // Another process may have finished it in the meantime.
+    if !settings.force && is_complete(vault, &plan.provenance)? {
+        let _ = fs::remove_dir(&partial.dir);
+        return Ok(Outcome::AlreadyComplete);
+    }
+    let work = Work { checkpoint: &checkpoint, plan: &plan, settings, partial: &partial, progress, cancel };
+    let pieces = match partial.inspect(&plan.provenance, settings.force)? {
+        Found::Whole => {
+            if work.check(&[])?.is_empty() {
+                work.give_name(vault)?;
+                return Ok(Outcome::Created);
+            }
+            progress.warn(&Warning::Redone { what: "all".to_owned() }.to_string());
+            partial.clear()?;
+            HashMap::new()
+        }
+        Found::Pieces(pieces) => pieces,
+        Found::Nothing => {
+            partial.clear()?;
+            HashMap::new()
+        }
+    };
+    work.run(&pieces)?;
+    let problems = work.check(&[JOURNAL])?;
+    if !problems.is_empty() {
+        return Err(SculptError::ReadBack { path: partial.dir.clone(), problems });
+    }
+    let journal = partial.file(JOURNAL);
+    fs::remove_file(&journal).map_err(SculptError::io("remove", &journal))?;
+    partial.sync()?;
+    work.give_name(vault)?;
+    Ok(Outcome::Created)
+}
+
+/// True if `vault` is complete and of this provenance; an error if it is another's.
+fn is_complete(vault: &Path, provenance: &Provenance) -> Result<bool, SculptError> {
+    match Existing::at(vault)? {
+        Existing::Nothing => Ok(false),
+        Existing::Other => Err(SculptError::NotAVault { path: vault.to_owned() }),
+        Existing::Damaged(what) => Err(SculptError::DamagedVault { vault: vault.to_owned(), what }),
+        Existing::Vault(file) => {
+            let Some(manifest) = file.manifest() else {
+                let what = format!("it is a version {} file", file.version);
+                return Err(SculptError::DamagedVault { vault: vault.to_owned(), what });
+            };
+            match differs(&manifest.source, provenance) {
+                None => Ok(true),
+                Some((what, found, expected)) => {
+                    Err(SculptError::OtherVault { vault: vault.to_owned(), what, found, expected })
+                }
+            }
+        }
+    }
+}
+
+struct Work<'a> {
+    checkpoint: &'a Checkpoint,
+    plan: &'a Plan,
+    settings: &'a Settings,
+    partial: &'a Partial,
+    progress: &'a dyn Progress,
+    cancel: &'a AtomicBool,
+}
+
+/// The two data files.
+struct Data {
+    experts: (File, PathBuf),
+    backbone: (File, PathBuf),
+}
+
+impl Data {
+    fn of(&self, item: Item) -> (&File, &Path) {
+        let (file, path) = match item {
+            Item::Expert(_) => &self.experts,
+            Item::Run { .. } => &self.backbone,
+        };
+        (file, path)
+    }
+}
+
+impl Work<'_> {
+    /// Encodes what is not among `pieces` and writes heads and side files.
+    fn run(&self, pieces: &HashMap<String, u32>) -> Result<(), SculptError> {
+        let plan = self.plan;
+        let open =
+            |name, len| Ok::<_, SculptError>((self.partial.data_file(name, len)?, self.partial.file(name)));
+        let items = plan.items();
+        let crcs: Vec<OnceLock<u32>> = items.iter().map(|_| OnceLock::new()).collect();
+        let bytes = |i: usize| plan.place(items[i]).1;
+        let total: u64 = (0..items.len()).map(bytes).sum();
+        let done = AtomicU64::new(0);
+        let cancelled = || SculptError::Cancelled {
+            partial: self.partial.dir.clone(),
+            done: done.load(Ordering::Relaxed),
+            total,
+        };
+        let workers = workers::count(self.settings.threads, worker_bytes(plan));
+
+        // The journal is the first file and says for whom the others are.
+        let journal_path = self.partial.file(JOURNAL);
+        if pieces.is_empty() {
+            Journal::create(&journal_path, &plan.provenance, "")?;
+        }
+        let data = Data {
+            experts: open(file_name::EXPERTS, plan.experts.file_len)?,
+            backbone: open(file_name::BACKBONE, plan.backbone.file_len)?,
+        };
+        if !pieces.is_empty() {
+            self.progress.phase("checking unfinished work");
+            let claimed: Vec<usize> =
+                (0..items.len()).filter(|&i| pieces.contains_key(&plan.item_name(items[i]))).collect();
+            self.progress.start(claimed.iter().map(|&i| bytes(i)).sum());
+            let finished = workers::for_each(workers, claimed.len(), self.cancel, |n, buffer| {
+                let item = items[claimed[n]];
+                let name = plan.item_name(item);
+                let found = item_crc(plan, item, data.of(item).0, buffer).ok();
+                if found == pieces.get(&name).copied() {
+                    _ = crcs[claimed[n]].set(found.expect("equal to a checksum"));
+                    done.fetch_add(bytes(claimed[n]), Ordering::Relaxed);
+                } else {
+                    self.progress.warn(&Warning::Redone { what: name }.to_string());
+                }
+                self.progress.advance(bytes(claimed[n]));
+                Ok(())
+            })?;
+            if !finished {
+                // The journal still has them all.
+                return Err(cancelled());
+            }
+        }
+        self.check_space(total - done.load(Ordering::Relaxed))?;
+
+        let mut lines = String::new();
+        for (i, crc) in crcs.iter().enumerate() {
+            if let Some(&crc) = crc.get() {
+                journal::push_piece(&mut lines, &plan.item_name(items[i]), crc);
+            }
+        }
+        let journal = Journal::create(&journal_path, &plan.provenance, &lines)?;
+        self.partial.sync()?;
+        let ledger = Ledger::new(journal_path, journal, [&data.experts.0, &data.backbone.0], total);
+
+        self.progress.phase("encoding");
+        self.progress.start(total);
+        self.progress.advance(done.load(Ordering::Relaxed));
+        let todo: Vec<usize> = (0..items.len()).filter(|&i| crcs[i].get().is_none()).collect();
+        let encoded = workers::for_each(workers, todo.len(), self.cancel, |n, scratch: &mut Scratch| {
+            let (i, item) = (todo[n], items[todo[n]]);
+            let crc = write_item(self.checkpoint, plan, item, data.of(item), scratch)?;
+            ledger.finished(&plan.item_name(item), crc, bytes(i))?;
+            _ = crcs[i].set(crc);
+            done.fetch_add(bytes(i), Ordering::Relaxed);
+            self.progress.advance(bytes(i));
+            Ok(())
+        });
+        // Also after an error: what is done is done.
+        let flushed = ledger.flush();
+        let encoded = encoded?;
+        flushed?;
+        if !encoded {
+            return Err(cancelled());
+        }
+        let crcs: Vec<u32> = crcs.iter().map(|crc| *crc.get().expect("all items are done")).collect();
+        self.write_heads(&data, &items, &crcs)
+    }
+
+    fn check_space(&self, items: u64) -> Result<(), SculptError> {
+        let side: u64 = self.plan.side_files.iter().map(|(_, _, len)| len).sum();
+        let heads = self.plan.experts.data_offset + self.plan.backbone.header.len() as u64;
+        check_space(&self.partial.dir, items + side + heads)
+    }
+
+    /// Writes side files and both heads, whose checksums are those of the bytes that were encoded, not of
+    /// what the disk made of them.
+    fn write_heads(&self, data: &Data, items: &[Item], crcs: &[u32]) -> Result<(), SculptError> {
+        let plan = self.plan;
+        let mut backbone_crc = crc32c::crc32c(&plan.backbone.header);
+        let mut experts = plan.experts.clone();
+        for (&item, &crc) in items.iter().zip(crcs) {
+            match item {
+                Item::Expert(i) => experts.records[i].crc32c = Some(crc),
+                // Runs are in file order.
+                Item::Run { .. } => {
+                    backbone_crc = crc32c::crc32c_combine(backbone_crc, crc, plan.place(item).1 as usize);
+                }
+            }
+        }
+        let mut files = vec![FileEntry::new(file_name::BACKBONE, plan.backbone.file_len, backbone_crc)];
+        for (name, source, len) in &plan.side_files {
+            files.push(FileEntry::new(name, *len, self.copy(source, name, *len)?));
+        }
+        let Architecture::Manifest(manifest) = &mut experts.architecture else {
+            unreachable!("plans are of version 3")
+        };
+        manifest.files = files;
+        let head = experts.head_bytes();
+        assert_eq!(
+            head.len() as u64,
+            plan.experts.data_offset,
+            "the head's length does not depend on checksums"
+        );
+        for ((file, path), bytes) in [(&data.backbone, &plan.backbone.header), (&data.experts, &head)] {
+            file.write_all_at(bytes, 0).map_err(SculptError::io("write", path))?;
+            file.sync_all().map_err(SculptError::io("write", path))?;
+            forget(file);
+        }
+        self.partial.sync()
+    }
+
+    /// Copies a side file; returns the checksum of what was read.
+    fn copy(&self, source: &Path, name: &str, len: u64) -> Result<u32, SculptError> {
+        let mut bytes = Vec::new();
+        File::open(source)
+            .and_then(|file| file.take(len + 1).read_to_end(&mut bytes))
+            .map_err(SculptError::io("read", source))?;
+        if bytes.len() as u64 != len {
+            return Err(SculptError::Changed { path: source.to_owned() });
+        }
+        let path = self.partial.file(name);
+        let mut file = File::create(&path).map_err(SculptError::io("create", &path))?;
+        file.write_all(&bytes).map_err(SculptError::io("write", &path))?;
+        file.sync_all().map_err(SculptError::io("write", &path))?;
+        Ok(crc32c::crc32c(&bytes))
+    }
+
+    /// Reads everything back; the problems.
+    fn check(&self, allowed: &[&str]) -> Result<Vec<verify::Problem>, SculptError> {
+        let threads = self.settings.threads;
+        match verify::check_directory(&self.partial.dir, allowed, threads, self.progress, self.cancel) {
+            Ok(report) => Ok(report.problems),
+            Err(SculptError::Stopped) => {
+                let total = self.plan.total_bytes();
+                Err(SculptError::Cancelled { partial: self.partial.dir.clone(), done: total, total })
+            }
+            Err(e) => Err(e),
+        }
+    }
+
+    /// Gives the finished directory the vault's name, in one step; an old vault goes aside first and is
+    /// removed after.
+    fn give_name(&self, vault: &Path) -> Result<(), SculptError> {
+        let parent = parent_of(vault);
+        // An empty directory of this name is simply replaced.
+        if let Existing::Vault(_) | Existing::Damaged(_) = Existing::at(vault)? {
+            let mut aside = old_names(vault)?;
+            let old = aside.find(|old| !old.exists()).expect("there are more numbers than directories");
+            fs::rename(vault, &old).map_err(SculptError::io("rename", vault))?;
+        }
+        fs::rename(&self.partial.dir, vault).map_err(SculptError::io("rename", &self.partial.dir))?;
+        File::open(parent).and_then(|dir| dir.sync_all()).map_err(SculptError::io("write", parent))?;
+        remove_old(vault, self.progress)
+    }
+}
+
+/// `.NAME.old-1`, `.NAME.old-2`, ...: where replaced vaults are until they are removed.
+fn old_names(vault: &Path) -> Result<impl Iterator<Item = PathBuf>, SculptError> {
+    let first = hidden(vault, "old")?;
+    Ok((1..=u32::MAX).map(move |n| {
+        let mut name = first.clone().into_os_string();
+        name.push(format!("-{n}"));
+        PathBuf::from(name)
+    }))
+}
+
+/// Removes replaced vaults, also those that an earlier run was killed before removing. What else is in their
+/// directories stays.
+fn remove_old(vault: &Path, progress: &dyn Progress) -> Result<(), SculptError> {
+    for old in old_names(vault)?.take_while(|old| old.is_dir()) {
+        remove_vault_files(&old, &[])?;
+        if fs::remove_dir(&old).is_err() {
+            progress.warn(&Warning::LeftBehind { path: old }.to_string());
+        }
+    }
+    Ok(())
+}
+
+/// Drops a written file from the page cache, so that reading it back reads the disk.
+fn forget(file: &File) {
+    #[cfg(target_os = "linux")]
+    {
+        // Advice: what goes unheard only makes the check weaker.
+        let _ = rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed);
+    }
+    #[cfg(not(target_os = "linux"))]
+    let _ = file;
+}
+
+/// Free bytes of the disk that `path` is on.
+fn available(path: &Path) -> Result<u64, SculptError> {
+    let stat = rustix::fs::statvfs(path).map_err(|e| SculptError::io("read", path)(e.into()))?;
+    Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
+}
+
+/// The nearest directory above `vault` that is there already.
+fn existing_ancestor(vault: &Path) -> &Path {
+    parent_of(vault).ancestors().find(|dir| dir.is_dir()).unwrap_or(Path::new("."))
+}
+
+fn check_space(path: &Path, bytes: u64) -> Result<(), SculptError> {
+    let (needed, available) = (bytes.saturating_add(RESERVE), available(path)?);
+    if needed > available {
+        return Err(SculptError::Space { path: path.to_owned(), needed, available });
+    }
+    Ok(())
+}
+
+/// What a sculpt would do.
+#[derive(Clone, Debug)]
+pub struct DryRun {
+    /// The model as it would be in the vault.
+    pub spec: ModelSpec,
+    /// Everything odd.
+    pub warnings: Vec<Warning>,
+    /// Bytes of the checkpoint's weights.
+    pub checkpoint_bytes: u64,
+    /// Weights of the model.
+    pub weights: u64,
+    /// Weights that a token meets.
+    pub active_weights: u64,
+    /// Encoding of gate, up and down of the first MoE layer, `q4/64` for example.
+    pub expert_encodings: [String; 3],
+    /// Routed experts in all.
+    pub experts: usize,
+    /// Bytes of the largest record: what one slot holds.
+    pub record_bytes: u64,
+    /// Bytes of `experts.smoe`.
+    pub experts_bytes: u64,
+    /// Bytes of `backbone.safetensors`, which stays in memory.
+    pub backbone_bytes: u64,
+    /// Bytes of the files that travel with it.
+    pub side_bytes: u64,
+    /// Bytes of expert records that a token reads if none is in memory.
+    pub token_expert_bytes: u64,
+    /// Bytes of the backbone that a token reads: all but the embedding's other rows.
+    pub token_backbone_bytes: u64,
+    /// Bytes of padding in the records.
+    pub padding_bytes: u64,
+    /// Free bytes that the disk must have.
+    pub needed_bytes: u64,
+    /// Free bytes that it has, if a vault was named.
+    pub available_bytes: Option<u64>,
+}
+
+/// Tells what [`sculpt`] would do, without writing anything. Refuses what it would refuse of the checkpoint.
+///
+/// # Errors
+/// As [`sculpt`] for the checkpoint and the settings.
+pub fn dry_run(
+    checkpoint: &Path,
+    vault: Option<&Path>,
+    settings: &Settings,
+    cancel: &AtomicBool,
+) -> Result<DryRun, SculptError> {
+    let checkpoint = Checkpoint::open(checkpoint)?;
+    let plan = Plan::new(&checkpoint, settings, cancel)?;
+    let spec = &plan.sources.spec;
+    let side_bytes = plan.side_files.iter().map(|(_, _, len)| len).sum();
+    let embedding = |tensor| tensor == BackboneTensor::Embed && !spec.tied_head;
+    let token_backbone_bytes =
+        plan.backbone.tensors.iter().filter(|t| !embedding(t.tensor)).map(|t| t.len).sum();
+    let layers = &plan.experts.layers;
+    let sum = |f: &dyn Fn(&smoe_format::LayerTable) -> usize| layers.iter().map(|l| f(l) as u64).sum::<u64>();
+    let per_expert = (3 * spec.moe.d_expert * spec.d_model) as u64;
+    let n_moe = spec.layers.iter().filter(|kind| **kind == FfnKind::Moe).count() as u64;
+    let backbone_weights: u64 = plan.backbone.tensors.iter().map(|t| (t.rows * t.cols) as u64).sum();
+    let embedding_weights: u64 = plan
+        .backbone
+        .tensors
+        .iter()
+        .filter(|t| embedding(t.tensor))
+        .map(|t| (t.rows.saturating_sub(1) * t.cols) as u64)
+        .sum();
+    let available_bytes = match vault {
+        None => None,
+        Some(vault) => Some(available(existing_ancestor(vault))?),
+    };
+    Ok(DryRun {
+        checkpoint_bytes: checkpoint.bytes(),
+        weights: backbone_weights + n_moe * spec.moe.n_experts as u64 * per_expert,
+        active_weights: backbone_weights - embedding_weights + n_moe * spec.moe.top_k as u64 * per_expert,
+        expert_encodings: layers[0].tensors.map(|t| t.encoding.to_string()),
+        experts: plan.experts.records.len(),
+        record_bytes: layers.iter().map(|l| l.record_len as u64).max().unwrap_or(0),
+        experts_bytes: plan.experts.file_len,
+        backbone_bytes: plan.backbone.file_len,
+        side_bytes,
+        token_expert_bytes: sum(&|l| spec.moe.top_k * l.record_len),
+        token_backbone_bytes,
+        padding_bytes: sum(&|l| l.n_experts as usize * (l.record_len - l.used_bytes())),
+        needed_bytes: plan.total_bytes() + RESERVE,
+        available_bytes,
+        spec: spec.clone(),
+        warnings: plan.sources.warnings,
+    })
+}
+
+/// Reads the head of a vault's expert file or of an original `.smoe`.
+///
+/// # Errors
+/// If it cannot be read or is damaged.
+pub fn read_head(path: &Path) -> Result<ExpertFile, SculptError> {
+    let path = if path.is_dir() { path.join(file_name::EXPERTS) } else { path.to_owned() };
+    Ok(vault::read_head(&path)?.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_disk_without_space_is_named_with_what_is_needed() {
+        let here = Path::new(".");
+        assert!(check_space(here, 0).is_ok() || available(here).expect("statvfs") < RESERVE);
+        match check_space(here, u64::MAX / 2) {
+            Err(SculptError::Space { path, needed, available }) => {
+                assert_eq!((path.as_path(), needed), (here, u64::MAX / 2 + RESERVE));
+                assert!(available < needed);
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn two_sculpts_of_one_vault_exclude_each_other() {
+        let dir = tempfile::tempdir().expect("dir");
+        let vault = dir.path().join("v");
+        let first = Partial::lock(&vault).expect("lock");
+        assert!(matches!(Partial::lock(&vault), Err(SculptError::Busy { partial }) if partial == first.dir));
+        drop(first);
+        Partial::lock(&vault).expect("free again");
+    }
+}

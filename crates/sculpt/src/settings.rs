@@ -1,0 +1,206 @@
+//! What a caller may choose, and the one place that turns it into encodings.
+
+use std::fmt;
+use std::str::FromStr;
+
+use smoe_format::{BackboneTensor, Encoding, Projection, Uniform, Zero};
+
+use crate::error::SculptError;
+
+/// Raised when the same settings give other bytes than before.
+const CODEC: u32 = 1;
+/// Columns that share a scale in the backbone.
+const BACKBONE_GROUP: usize = 64;
+
+/// How to sculpt.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Settings {
+    /// Bits of a code of the routed experts: 2, 3, 4, 5, 6 or 8; 16 keeps their weights as they are, whatever
+    /// float type that is.
+    pub bits: u8,
+    /// Weights that share a scale: 32, 64 or 128. Means nothing for 16 bits.
+    pub group: usize,
+    /// The backbone's matrices.
+    pub backbone: BackboneBits,
+    /// Keep only the first layers.
+    pub max_layers: Option<usize>,
+    /// Keep only the first experts of each layer.
+    pub max_experts: Option<usize>,
+    /// Worker threads; all cores if not given. Has no influence on the bytes.
+    pub threads: Option<usize>,
+    /// Replace a vault, or unfinished work, of another checkpoint or other settings.
+    pub force: bool,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            bits: 4,
+            group: 64,
+            backbone: BackboneBits::Q8,
+            max_layers: None,
+            max_experts: None,
+            threads: None,
+            force: false,
+        }
+    }
+}
+
+/// How the backbone's matrices are kept. Norms and routers always stay as they are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BackboneBits {
+    /// As in the checkpoint, whatever float type that is.
+    Bf16,
+    /// 8-bit codes.
+    Q8,
+    /// 6-bit codes.
+    Q6,
+    /// 5-bit codes.
+    Q5,
+    /// 4-bit codes.
+    Q4,
+}
+
+impl BackboneBits {
+    /// All of them, finest first.
+    pub const ALL: [Self; 5] = [Self::Bf16, Self::Q8, Self::Q6, Self::Q5, Self::Q4];
+
+    /// Its name on the command line.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Bf16 => "bf16",
+            Self::Q8 => "q8",
+            Self::Q6 => "q6",
+            Self::Q5 => "q5",
+            Self::Q4 => "q4",
+        }
+    }
+}
+
+impl fmt::Display for BackboneBits {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for BackboneBits {
+    type Err = SculptError;
+
+    fn from_str(s: &str) -> Result<Self, SculptError> {
+        Self::ALL.into_iter().find(|bits| bits.name() == s).ok_or_else(|| SculptError::Setting {
+            flag: "--backbone",
+            found: s.to_owned(),
+            expected: "must be bf16, q8, q6, q5 or q4".to_owned(),
+        })
+    }
+}
+
+/// A tensor's place in the model, as far as its encoding may depend on it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Role {
+    /// A projection of the routed experts of a layer.
+    #[expect(dead_code, reason = "mixed precision will ask; today all experts are alike")]
+    Expert { layer: u32, projection: Projection },
+    /// A backbone tensor.
+    Backbone(BackboneTensor),
+}
+
+impl Settings {
+    /// Checks the values.
+    ///
+    /// # Errors
+    /// Names the flag.
+    pub fn validate(&self) -> Result<(), SculptError> {
+        let bad = |flag: &'static str, found: usize, expected: &str| {
+            Err(SculptError::Setting { flag, found: found.to_string(), expected: expected.to_owned() })
+        };
+        if !matches!(self.bits, 2..=6 | 8 | 16) {
+            return bad("--bits", usize::from(self.bits), "must be 2, 3, 4, 5, 6, 8 or 16");
+        }
+        if !matches!(self.group, 32 | 64 | 128) {
+            return bad("--group", self.group, "must be 32, 64 or 128");
+        }
+        for (flag, value) in [
+            ("--max-layers", self.max_layers),
+            ("--max-experts", self.max_experts),
+            ("--threads", self.threads),
+        ] {
+            if value == Some(0) {
+                return bad(flag, 0, "must be above 0");
+            }
+        }
+        Ok(())
+    }
+
+    /// The settings that decide the bytes, as one line.
+    #[must_use]
+    pub fn canonical(&self) -> String {
+        let experts = match self.bits {
+            16 => "experts=source".to_owned(),
+            bits => format!("experts=q{bits}/{}", self.group),
+        };
+        let backbone = match self.backbone {
+            BackboneBits::Bf16 => "source".to_owned(),
+            coded => format!("{coded}/{BACKBONE_GROUP}"),
+        };
+        let cut = |limit: Option<usize>| limit.map_or_else(|| "all".to_owned(), |n| n.to_string());
+        format!(
+            "codec={CODEC} {experts} backbone={backbone} max-layers={} max-experts={}",
+            cut(self.max_layers),
+            cut(self.max_experts)
+        )
+    }
+
+    /// The encoding of a tensor whose checkpoint type is `source`: the only place that decides it.
+    pub(crate) fn encoding(&self, role: Role, source: Encoding) -> Encoding {
+        let (bits, group) = match role {
+            Role::Expert { .. } => (self.bits, self.group),
+            Role::Backbone(tensor) if !tensor.may_be_coded() => (16, BACKBONE_GROUP),
+            Role::Backbone(_) => {
+                let bits = match self.backbone {
+                    BackboneBits::Bf16 => 16,
+                    BackboneBits::Q8 => 8,
+                    BackboneBits::Q6 => 6,
+                    BackboneBits::Q5 => 5,
+                    BackboneBits::Q4 => 4,
+                };
+                (bits, BACKBONE_GROUP)
+            }
+        };
+        // Only 16 names no code, and keeps the source.
+        Uniform::new(bits, group, Zero::Symmetric).map_or(source, Encoding::Uniform)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_decides_the_bytes_is_canonical() {
+        let line = |settings: &Settings| settings.canonical();
+        let base = Settings::default();
+        assert_eq!(line(&base), "codec=1 experts=q4/64 backbone=q8/64 max-layers=all max-experts=all");
+        assert_eq!(line(&base), line(&Settings { threads: Some(3), force: true, ..base.clone() }));
+        assert_ne!(line(&base), line(&Settings { group: 32, ..base.clone() }));
+        let raw = Settings { bits: 16, ..base.clone() };
+        assert_eq!(line(&raw), line(&Settings { group: 32, ..raw.clone() }));
+        assert_ne!(line(&raw), line(&Settings { backbone: BackboneBits::Bf16, ..raw.clone() }));
+        assert_ne!(line(&base), line(&Settings { max_layers: Some(3), ..base.clone() }));
+    }
+
+    #[test]
+    fn norms_and_routers_are_never_coded() {
+        use smoe_format::backbone::LayerPart;
+        let settings = Settings { backbone: BackboneBits::Q4, ..Settings::default() };
+        let of = |tensor| settings.encoding(Role::Backbone(tensor), Encoding::F16);
+        assert_eq!(of(BackboneTensor::FinalNorm), Encoding::F16);
+        assert_eq!(of(BackboneTensor::Layer(3, LayerPart::Router)), Encoding::F16);
+        assert_eq!(of(BackboneTensor::Embed).to_string(), "q4/64");
+        for bits in BackboneBits::ALL {
+            assert_eq!(bits.name().parse::<BackboneBits>().expect("known"), bits);
+        }
+        assert!("q7".parse::<BackboneBits>().is_err());
+    }
+}

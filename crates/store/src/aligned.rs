@@ -1,0 +1,184 @@
+//! Page-aligned memory straight from the system.
+//!
+//! The arena and the engine's backbone live in it. It differs from an allocation in three ways: it is aligned
+//! for direct I/O and for devices that wrap host pages; it is not touched, so a page costs nothing until it is
+//! written; and where the system has no room the caller gets [`OutOfMemory`], not an abort.
+
+use std::fmt;
+use std::io;
+use std::ops::{Deref, DerefMut};
+use std::ptr::{self, NonNull};
+
+/// Alignment of every buffer: Apple's page, and a multiple of every page and block size on the other systems.
+pub const PAGE: usize = 16 * 1024;
+
+/// From this size on, buffers are aligned for huge pages and ask for them.
+///
+/// A drive's DMA and a kernel's streaming reads both gain from fewer pages (reads 3.6 x faster in isolation
+/// with 2 MiB alignment on an M3 Max, 5 % in the pipeline).
+const HUGE_PAGE: usize = 2 << 20;
+
+/// The system had no room for a buffer.
+#[derive(Debug, thiserror::Error)]
+#[error("the system refused {bytes} bytes of memory: {source}")]
+pub struct OutOfMemory {
+    /// Bytes asked for.
+    pub bytes: usize,
+    /// What the system said.
+    pub source: io::Error,
+}
+
+/// An anonymous private mapping, unmapped on drop. Never empty.
+pub(crate) struct Mapping {
+    start: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: the mapping is owned memory, like a `Box<[u8]>`: nothing about it is tied to the thread that made it.
+unsafe impl Send for Mapping {}
+// SAFETY: a shared `Mapping` gives out only its address and length; whoever reads or writes through the address
+// must prove on their own that no one else does (`AlignedBuf`: by borrowing; `Arena`: by permits and leases).
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// Maps `len` zero bytes, which must not be 0.
+    pub(crate) fn new(len: usize) -> Result<Self, OutOfMemory> {
+        assert!(len > 0, "a mapping is never empty");
+        let too_large = || OutOfMemory { bytes: len, source: io::Error::from(io::ErrorKind::OutOfMemory) };
+        let align = if len >= HUGE_PAGE { HUGE_PAGE } else { PAGE };
+        let rounded = len.checked_next_multiple_of(PAGE).ok_or_else(too_large)?;
+        let reserved = rounded.checked_add(align).ok_or_else(too_large)?;
+        // SAFETY: a new anonymous mapping at an address of the system's choice touches no existing memory.
+        let raw = unsafe {
+            libc::mmap(
+                ptr::null_mut(),
+                reserved,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANON,
+                -1,
+                0,
+            )
+        };
+        if raw == libc::MAP_FAILED {
+            return Err(OutOfMemory { bytes: len, source: io::Error::last_os_error() });
+        }
+        let raw = raw.cast::<u8>();
+        let head = raw.align_offset(align);
+        let tail = reserved - head - rounded;
+        // SAFETY: `head + rounded + tail == reserved`, so both ends lie in the mapping made above, and no
+        // pointer into them exists. Addresses and lengths are multiples of the system's page: the mapping
+        // starts at a page, `align` and `rounded` are multiples of PAGE, which is a multiple of it.
+        let start = unsafe {
+            let start = raw.add(head);
+            if head > 0 {
+                libc::munmap(raw.cast(), head);
+            }
+            if tail > 0 {
+                libc::munmap(start.add(rounded).cast(), tail);
+            }
+            start
+        };
+        #[cfg(target_os = "linux")]
+        if align == HUGE_PAGE {
+            // SAFETY: advice on memory that this function owns; it changes no contents, and a refusal is fine.
+            unsafe { libc::madvise(start.cast(), rounded, libc::MADV_HUGEPAGE) };
+        }
+        let start = NonNull::new(start).ok_or_else(too_large)?;
+        Ok(Self { start, len: rounded })
+    }
+
+    pub(crate) fn start(&self) -> NonNull<u8> {
+        self.start
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: exactly the range that `new` kept; its owner is going, so no borrow of it is left.
+        unsafe { libc::munmap(self.start.as_ptr().cast(), self.len) };
+    }
+}
+
+/// A buffer of bytes that starts at a multiple of [`PAGE`] (of 2 MiB from that size on) and begins as zeros.
+pub struct AlignedBuf {
+    mapping: Option<Mapping>,
+    len: usize,
+}
+
+impl AlignedBuf {
+    /// A buffer of `len` zero bytes. The pages are not touched yet.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`] where the system refuses.
+    pub fn zeroed(len: usize) -> Result<Self, OutOfMemory> {
+        let mapping = if len == 0 { None } else { Some(Mapping::new(len)?) };
+        Ok(Self { mapping, len })
+    }
+
+    fn start(&self) -> NonNull<u8> {
+        self.mapping.as_ref().map_or(NonNull::dangling(), Mapping::start)
+    }
+}
+
+impl Deref for AlignedBuf {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        // SAFETY: `len` bytes from `start` are mapped, initialised (anonymous memory is zero) and owned by
+        // `self`, and writers need `&mut self`. For `len` 0 a dangling pointer is allowed.
+        unsafe { std::slice::from_raw_parts(self.start().as_ptr(), self.len) }
+    }
+}
+
+impl DerefMut for AlignedBuf {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as in `deref`, and `&mut self` makes this the only borrow.
+        unsafe { std::slice::from_raw_parts_mut(self.start().as_ptr(), self.len) }
+    }
+}
+
+impl fmt::Debug for AlignedBuf {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("AlignedBuf").field("len", &self.len).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buffers_are_aligned_zero_and_writable() {
+        for len in [0, 1, 511, PAGE, PAGE + 1, HUGE_PAGE - 1, HUGE_PAGE, 3 * HUGE_PAGE + 7] {
+            let mut buf = AlignedBuf::zeroed(len).unwrap();
+            assert_eq!(buf.len(), len);
+            assert!(buf.iter().all(|&b| b == 0), "{len}");
+            if len == 0 {
+                continue;
+            }
+            let align = if len >= HUGE_PAGE { HUGE_PAGE } else { PAGE };
+            assert_eq!(buf.as_ptr().addr() % align, 0, "{len}");
+            buf[len - 1] = 7;
+            buf[0] = 9;
+            assert_eq!(buf[0], 9);
+        }
+    }
+
+    #[test]
+    fn an_absurd_size_is_an_error() {
+        for len in [usize::MAX, usize::MAX / 2, 1 << 60] {
+            let error = AlignedBuf::zeroed(len).unwrap_err();
+            assert_eq!(error.bytes, len);
+        }
+    }
+
+    #[test]
+    fn buffers_travel_between_threads() {
+        let mut buf = AlignedBuf::zeroed(PAGE).unwrap();
+        let buf = std::thread::spawn(move || {
+            buf[3] = 3;
+            buf
+        });
+        assert_eq!(buf.join().unwrap()[3], 3);
+    }
+}

@@ -1,0 +1,115 @@
+//! The slots' memory, and the permit to write into one.
+//!
+//! One page-aligned region, claimed when the store opens; slot `i` starts at `i * stride`. Bytes are touched
+//! through a [`LoadPermit`] or a [`crate::Lease`] only, and the slot's state machine keeps the two apart. The
+//! arena lives as long as anyone holds it, so a lease may outlive its store.
+
+use crate::aligned::{Mapping, OutOfMemory, PAGE};
+use crate::slot::{Slot, SlotState};
+use std::fmt;
+use std::io;
+use std::sync::Arc;
+
+/// The memory of all slots. For devices that wrap host memory without copying: one region, fixed for life.
+pub struct Arena {
+    mapping: Mapping,
+    stride: usize,
+    slots: Box<[Slot]>,
+}
+
+impl Arena {
+    /// `n_slots` slots of at least `slot_bytes` bytes each; neither is 0.
+    pub(crate) fn new(n_slots: usize, slot_bytes: usize) -> Result<Arc<Self>, OutOfMemory> {
+        let too_large =
+            || OutOfMemory { bytes: usize::MAX, source: io::Error::from(io::ErrorKind::OutOfMemory) };
+        let stride = slot_bytes.checked_next_multiple_of(PAGE).ok_or_else(too_large)?;
+        let mapping = Mapping::new(stride.checked_mul(n_slots).ok_or_else(too_large)?)?;
+        Ok(Arc::new(Self { mapping, stride, slots: (0..n_slots).map(|_| Slot::empty()).collect() }))
+    }
+
+    /// Number of slots.
+    pub fn n_slots(&self) -> usize {
+        self.slots.len()
+    }
+
+    /// Distance between the starts of two slots, in bytes: a multiple of [`PAGE`].
+    pub fn stride(&self) -> usize {
+        self.stride
+    }
+
+    /// Size of the whole region, in bytes.
+    pub fn bytes(&self) -> usize {
+        self.stride * self.slots.len()
+    }
+
+    /// Where the region starts, at a multiple of [`PAGE`]. Reading through it is sound only where a
+    /// [`crate::Lease`] is held; writing never is.
+    pub fn as_ptr(&self) -> *const u8 {
+        self.mapping.start().as_ptr()
+    }
+
+    pub(crate) fn slot(&self, slot: u32) -> &Slot {
+        &self.slots[slot as usize]
+    }
+
+    /// Slots that somebody leases.
+    pub(crate) fn leased(&self) -> usize {
+        self.slots.iter().filter(|slot| slot.inspect().1 > 0).count()
+    }
+
+    /// Where slot `slot` starts; in bounds for `stride` bytes.
+    pub(crate) fn slot_ptr(&self, slot: u32) -> *mut u8 {
+        assert!((slot as usize) < self.slots.len(), "slot {slot} is not in the arena");
+        // SAFETY: the slot lies in the mapping, by the assertion and the size chosen in `new`.
+        unsafe { self.mapping.start().as_ptr().add(slot as usize * self.stride) }
+    }
+}
+
+impl fmt::Debug for Arena {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Arena")
+            .field("n_slots", &self.slots.len())
+            .field("stride", &self.stride)
+            .field("leased", &self.leased())
+            .finish_non_exhaustive()
+    }
+}
+
+/// The one permit to write a slot that is Loading. Dropped without [`publish`](LoadPermit::publish), it fails
+/// the slot: a cancelled load, an error and a panic all end the same way.
+pub(crate) struct LoadPermit {
+    arena: Arc<Arena>,
+    slot: u32,
+    published: bool,
+}
+
+impl LoadPermit {
+    /// Turns an Empty slot to Loading; none if it is in any other state.
+    pub(crate) fn claim(arena: &Arc<Arena>, slot: u32) -> Option<Self> {
+        arena.slot(slot).begin_load().then(|| Self { arena: arena.clone(), slot, published: false })
+    }
+
+    /// The slot's bytes.
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
+        debug_assert_eq!(self.arena.slot(self.slot).inspect().0, SlotState::Loading);
+        // SAFETY: the range is mapped and initialised (zero at first). The slot is Loading from `claim` until
+        // this permit is consumed, the permit is not `Clone`, and only one `claim` succeeds between Empty and
+        // Loading, so no other permit for it exists; a lease exists only in state Ready, and `evict` acquired
+        // all that lessees did. `&mut self` makes this the only borrow from this permit.
+        unsafe { std::slice::from_raw_parts_mut(self.arena.slot_ptr(self.slot), self.arena.stride) }
+    }
+
+    /// The bytes are complete: Ready.
+    pub(crate) fn publish(mut self) {
+        self.arena.slot(self.slot).publish();
+        self.published = true;
+    }
+}
+
+impl Drop for LoadPermit {
+    fn drop(&mut self) {
+        if !self.published {
+            self.arena.slot(self.slot).fail();
+        }
+    }
+}

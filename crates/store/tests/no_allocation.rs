@@ -1,0 +1,78 @@
+//! In steady state a batch allocates nothing, on any thread.
+#![allow(clippy::unwrap_used, clippy::print_stdout)] // Tests stop at the first surprise, and say what they saw.
+
+mod support;
+
+use smoe_store::{FileDisk, Lease, OpenMode};
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use support::{Random, Vault};
+
+struct Counting;
+
+static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
+
+// SAFETY: every call goes to the system's allocator as it came; counting touches no memory of the caller's.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the caller's promises are passed on.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
+        // SAFETY: the caller's promises are passed on.
+        unsafe { System.dealloc(ptr, layout) }
+    }
+
+    unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the caller's promises are passed on.
+        unsafe { System.realloc(ptr, layout, new_size) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+#[test]
+fn batches_do_not_allocate() {
+    let vault = Vault::new(4, 16, 16384);
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("experts");
+    std::fs::write(&path, &vault.bytes).unwrap();
+    let disk = FileDisk::open(&path, OpenMode::Auto).unwrap();
+    println!("direct I/O: {}", smoe_store::Disk::direct(&disk));
+    let mut store = vault.open(Arc::new(disk), 20, 4);
+
+    // From a few experts to more than there are slots; some batches are dropped half way.
+    let mut random = Random(7);
+    let keys = vault.keys();
+    let batches: Vec<Vec<_>> = (0..600)
+        .map(|i| {
+            let size = if i % 10 == 0 { 40 } else { 1 + random.below(8) };
+            random.choose(size, keys.len()).into_iter().map(|i| keys[i]).collect()
+        })
+        .collect();
+    let mut out: Vec<Lease> = Vec::with_capacity(64);
+    let mut run = |batches: &[Vec<_>]| {
+        for (i, batch) in batches.iter().enumerate() {
+            let mut demand = store.demand(batch).unwrap();
+            if i % 3 == 0 {
+                while demand.take_ready(&mut out).unwrap() > 0 {
+                    out.clear();
+                }
+            } else {
+                let n = if i % 7 == 0 { 2 } else { batch.len() };
+                demand.by_ref().take(n).for_each(|lease| drop(lease.unwrap()));
+            }
+        }
+    };
+    run(&batches[..100]);
+    let before = ALLOCATIONS.load(Ordering::Relaxed);
+    run(&batches[100..]);
+    let after = ALLOCATIONS.load(Ordering::Relaxed);
+    println!("{:?}", store.meter().snapshot());
+    assert_eq!(after - before, 0, "allocations in 500 batches");
+}
