@@ -231,8 +231,9 @@ impl Backbone {
         for (name, info) in metadata.tensors() {
             let bytes = data + info.data_offsets.0 as u64..data + info.data_offsets.1 as u64;
             let (encoding, rows, cols) = match labels.get(&name) {
-                Some(label) => parse_label(label)
+                Some(label) if info.dtype == safetensors::Dtype::U8 => parse_label(label)
                     .ok_or_else(|| fail(format!("tensor `{name}`: encoding `{label}` is not known")))?,
+                Some(_) => return Err(fail(format!("tensor `{name}` is coded and not of dtype U8"))),
                 None => {
                     // Original backbones carry tensors that are no weights of ours; what a model needs and
                     // finds in no usable form is missed by name in `require`.

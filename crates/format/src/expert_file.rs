@@ -32,6 +32,8 @@ const LAYER_BYTES: usize = 112;
 const EXPERT_BYTES: usize = 48;
 /// Header and tables may not be larger: a quarter million experts fit.
 const MAX_HEAD: u64 = 64 << 20;
+/// A record may not be larger; its length is a u32 in the tables and one read for the system.
+const MAX_RECORD: usize = 1 << 30;
 /// Tensors of a record start at multiples of this: whole cache lines.
 pub const TENSOR_ALIGN: usize = 64;
 
@@ -113,6 +115,9 @@ impl LayerTable {
             })?;
             tensors.push(TensorEntry { encoding, rows, cols, offset: end, len });
             end = (end + len).next_multiple_of(TENSOR_ALIGN);
+        }
+        if end > MAX_RECORD {
+            return Err(FormatError::Config { what: format!("an expert of layer {layer} is too large") });
         }
         Ok(Self {
             layer,
@@ -239,8 +244,11 @@ impl ExpertFile {
                 available: file_len,
             });
         }
-        if !(HEADER_BYTES as u64..=MAX_HEAD).contains(&data_offset) {
-            return Err(b.bad("data offset", data_offset, format!("{HEADER_BYTES} to {MAX_HEAD}")));
+        if !(HEADER_BYTES as u64..=MAX_HEAD).contains(&data_offset)
+            || !data_offset.is_multiple_of(RECORD_ALIGN as u64)
+        {
+            let rule = format!("a multiple of {RECORD_ALIGN} up to {MAX_HEAD}");
+            return Err(b.bad("data offset", data_offset, rule));
         }
         Ok(data_offset)
     }
@@ -476,6 +484,10 @@ fn parse_v3(head: &[u8], file_len: u64) -> Result<ExpertFile, FormatError> {
     if ext.u32(8) != 0 {
         return Err(ext.bad("feature flags", ext.u32(8), "this build knows none"));
     }
+    if ext.u32(4) as usize != EXTENSION_BYTES {
+        return Err(ext.bad("size of the extension block", ext.u32(4), "64 is known"));
+    }
+    ext.zero(44..EXTENSION_BYTES)?;
     if ext.u64(16) != file_len {
         return Err(FormatError::Truncated {
             what: "expert file",
@@ -491,8 +503,12 @@ fn parse_v3(head: &[u8], file_len: u64) -> Result<ExpertFile, FormatError> {
     let spec = &manifest.spec;
     spec.validate()?;
     let sarc = Sarc::parse(head, u64::from(header.u32(60)))?;
-    if sarc != Sarc::from_spec(spec) {
+    if header.u32(60) as usize != HEADER_BYTES || sarc != Sarc::from_spec(spec) {
         return Err(FormatError::Config { what: "it contradicts the SARC block".to_owned() });
+    }
+    let shape = [spec.moe.n_experts, spec.d_model, spec.vocab_size, spec.moe.d_expert].map(|n| n as u32);
+    if [16, 48, 52, 56].map(|at| header.u32(at)) != shape {
+        return Err(FormatError::Config { what: "it contradicts the header".to_owned() });
     }
 
     let encodings_at = u64::from(ext.u32(32));
@@ -541,6 +557,8 @@ fn parse_layers(
                 *kind =
                     *encodings.get(id).ok_or_else(|| b.bad("encoding id", id, "in the encoding table"))?;
             }
+            b.zero(12..16)?;
+            (0..3).try_for_each(|p| b.zero(16 + 32 * p + 12..16 + 32 * p + 16))?;
             // The table says again what follows from spec and encodings; both must agree.
             let table = LayerTable::new(layer as u32, spec, kinds)?;
             let tensors = table.tensors.iter().enumerate().all(|(p, t)| {
@@ -584,6 +602,10 @@ fn parse_records(
             if b.u32(36) != u32::MAX {
                 return Err(FormatError::Record { key, what: "has an encoding of its own".to_owned() });
             }
+            if b.u64(16) != table.used_bytes() as u64 {
+                return Err(FormatError::Record { key, what: format!("{} bytes are used", b.u64(16)) });
+            }
+            b.zero(40..EXPERT_BYTES)?;
             records.push(RecordEntry { key, offset: start, len, crc32c: Some(b.u32(32)) });
             next = start.saturating_add(len);
         }

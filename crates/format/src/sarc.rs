@@ -124,6 +124,10 @@ impl Sarc {
             return Err(b.bad("SARC activation", b.u32(48), "0 (SiLU) is known"));
         }
         let flags = b.u32(12);
+        if flags & !(NORM_TOPK | QK_NORM | DENSE_FIRST) != 0 {
+            return Err(b.bad("SARC flags", format!("{flags:#x}"), "the lowest three bits are known"));
+        }
+        b.zero(84..SARC_BYTES)?;
         let name = &b.slice()[60..84];
         let name = &name[..name.iter().position(|&c| c == 0).unwrap_or(24)];
         let Ok(model_type) = std::str::from_utf8(name) else {

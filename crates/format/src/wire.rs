@@ -56,6 +56,15 @@ impl<'a> Bytes<'a> {
         FormatError::Field { what, offset: self.offset, found: found.to_string(), rule: rule.into() }
     }
 
+    /// Reserved bytes must be zero: a writer that uses them means something that this build does not know.
+    pub fn zero(&self, range: std::ops::Range<usize>) -> Result<(), FormatError> {
+        let reserved = &self.bytes[range];
+        if reserved.iter().all(|&byte| byte == 0) {
+            return Ok(());
+        }
+        Err(self.bad("reserved field", format!("{reserved:02x?}"), "0 is known"))
+    }
+
     pub fn magic(&self, magic: &[u8]) -> Result<(), FormatError> {
         if self.bytes[..magic.len()] == *magic {
             return Ok(());

@@ -9,6 +9,9 @@
 //! lives apart: [`pool`] is the fork-join pool and the parallel drivers over those ranges, kept here only
 //! because this crate is a fence for `unsafe`.
 
+// Other machines run scalar code so far, and leave the vector side of operations unused.
+#![cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
+
 mod activations;
 mod attention;
 mod coded;

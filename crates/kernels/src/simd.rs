@@ -10,7 +10,9 @@
 //! lanes must be `#[inline(always)]`: only what ends up inside the feature function is compiled with its
 //! features. Closures are not, so no lanes go through them.
 
-use crate::isa::{Isa, Kernels};
+#[cfg(target_arch = "x86_64")]
+use crate::isa::Isa;
+use crate::isa::Kernels;
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;

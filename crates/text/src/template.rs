@@ -24,7 +24,7 @@ use crate::python;
 /// Steps that any template may take: an instruction, or 64 bytes of text made. Honest templates take about a
 /// hundred a message; the quadratic ones (gpt-oss looks ahead from every tool call) some millions on a thousand
 /// messages. A loop without end is stopped after about half a second, a doubling string at half a gigabyte.
-const FUEL: u64 = 8_000_000;
+const FUEL: u64 = 800_000_000;
 
 /// Further steps for each byte of input, so that a long conversation is not mistaken for a loop.
 const FUEL_PER_INPUT_BYTE: u64 = 4;

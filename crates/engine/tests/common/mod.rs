@@ -1,0 +1,126 @@
+//! What the engine's tests share: vaults, engines of every setting, and a recording observer.
+#![allow(dead_code, reason = "each test binary uses its own part")]
+
+use std::ops::ControlFlow;
+use std::path::Path;
+use std::sync::atomic::AtomicBool;
+
+use smoe_engine::plan::{PlanRequest, RingSize};
+use smoe_engine::{Control, Engine, EngineOptions, Limits, Observer, Sampler, Sampling, Vault};
+use smoe_sculpt::{BackboneBits, Progress, Settings, sculpt};
+use smoe_testkit::shared_path;
+use tempfile::TempDir;
+
+struct Quiet;
+
+impl Progress for Quiet {}
+
+/// Sculpts a shared fixture; `None` (said aloud) where the fixtures are not at hand.
+pub fn sculpted(family: &str, bits: u8, backbone: BackboneBits) -> Option<(TempDir, Vault)> {
+    let checkpoint = shared_path(&format!("fixtures/{family}"))?;
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("vault");
+    let settings = Settings { bits, backbone, ..Settings::default() };
+    sculpt(&checkpoint, &path, &settings, &Quiet, &AtomicBool::new(false)).unwrap();
+    let vault = Vault::open(&path).unwrap();
+    Some((dir, vault))
+}
+
+/// Options for small vaults: memory is no question, sizes are.
+pub fn options(ring: RingSize, chunk: usize, threads: usize) -> EngineOptions {
+    EngineOptions {
+        plan: PlanRequest {
+            memory: Some(1 << 30),
+            ring,
+            context: Some(256),
+            chunk: Some(chunk),
+            threads: Some(threads),
+            ..PlanRequest::default()
+        },
+        ..EngineOptions::default()
+    }
+}
+
+pub fn open(vault: &Vault, options: &EngineOptions) -> Engine {
+    Engine::open(vault, options).unwrap()
+}
+
+/// Records everything that a forward shows.
+#[derive(Debug, Default, Clone, PartialEq)]
+pub struct Recorded {
+    pub logits: Vec<f32>,
+    /// `[n_layers + 1, T, d_model]`.
+    pub hidden: Vec<f32>,
+    /// `[MoE layers, T, n_experts]`.
+    pub router: Vec<f32>,
+    tokens: usize,
+    width: usize,
+    experts: usize,
+    vocab: usize,
+}
+
+impl Recorded {
+    fn put(plane: &mut [f32], tokens: usize, width: usize, index: usize, first: usize, rows: &[f32]) {
+        let start = (index * tokens + first) * width;
+        plane[start..start + rows.len()].copy_from_slice(rows);
+    }
+}
+
+impl Observer for Recorded {
+    fn hidden(&mut self, index: usize, first: usize, rows: &[f32]) {
+        Self::put(&mut self.hidden, self.tokens, self.width, index, first, rows);
+    }
+
+    fn router(&mut self, index: usize, first: usize, rows: &[f32]) {
+        Self::put(&mut self.router, self.tokens, self.experts, index, first, rows);
+    }
+
+    fn logits(&mut self, first: usize, rows: &[f32]) {
+        Self::put(&mut self.logits, self.tokens, self.vocab, 0, first, rows);
+    }
+}
+
+/// Everything about a prompt, computed at once.
+pub fn observe(engine: &mut Engine, tokens: &[u32]) -> Recorded {
+    let spec = engine.spec().clone();
+    let t = tokens.len();
+    let mut recorded = Recorded {
+        logits: vec![f32::NAN; t * spec.vocab_size],
+        hidden: vec![f32::NAN; (spec.n_layers() + 1) * t * spec.d_model],
+        router: vec![f32::NAN; spec.moe_layers().count() * t * spec.moe.n_experts],
+        tokens: t,
+        width: spec.d_model,
+        experts: spec.moe.n_experts,
+        vocab: spec.vocab_size,
+    };
+    engine.observe(tokens, &mut recorded).unwrap();
+    recorded
+}
+
+/// Greedy tokens after a prompt, end tokens ignored.
+pub fn greedy(engine: &mut Engine, prompt: &[u32], n: usize) -> Vec<u32> {
+    let mut sampler = Sampler::new(Sampling::default(), engine.spec().vocab_size).unwrap();
+    let mut session = engine.open_session().unwrap();
+    engine.sync(&mut session, prompt, &mut Control::default()).unwrap();
+    let mut tokens = Vec::new();
+    let limits = Limits { max_tokens: n, end_tokens: Vec::new() };
+    engine
+        .generate(&mut session, &mut sampler, &limits, &mut |token| {
+            tokens.push(token);
+            ControlFlow::Continue(())
+        })
+        .unwrap();
+    engine.close_session(session);
+    tokens
+}
+
+/// The bits of floats: equality that knows no tolerance.
+pub fn bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|v| v.to_bits()).collect()
+}
+
+pub fn write_tiny(dir: &Path, model: &smoe_testkit::TinyModel, experts: &str, backbone: &str) -> Vault {
+    let experts = experts.parse().unwrap();
+    model.write_vault(dir, [experts; 3], backbone.parse().unwrap());
+    Vault::open(dir).unwrap()
+}

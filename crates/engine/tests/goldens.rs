@@ -1,0 +1,110 @@
+//! 16-bit vaults of the fixtures against the reference implementation's goldens, and coded ones against the
+//! reference forward on the same dequantised codes.
+
+mod common;
+
+use common::{greedy, observe, open, options, sculpted, write_tiny};
+use smoe_engine::EngineOptions;
+use smoe_engine::plan::RingSize;
+use smoe_sculpt::BackboneBits;
+use smoe_testkit::{
+    Golden, TinyModel, VaultWeights, compare, compare_greedy, forward, shared_path, tolerance,
+};
+
+/// Largest difference between f32 and f64 sums on the fixtures; the goldens' own bound is 2e-3.
+const EXACT: f64 = tolerance::REFERENCE_LOGITS;
+
+#[test]
+fn sixteen_bit_vaults_meet_the_goldens() {
+    for family in ["qwen3_moe", "qwen3_moe_tied", "deepseek"] {
+        let Some((_dir, vault)) = sculpted(family, 16, BackboneBits::Bf16) else { return };
+        let golden = Golden::shared(family).unwrap();
+        let mut engine = open(&vault, &options(RingSize::Auto, 64, 2));
+        for (i, prompt) in golden.prompts.iter().enumerate() {
+            let got = observe(&mut engine, &prompt.tokens);
+            let report =
+                compare(&golden, i, &got.logits, Some(&got.hidden), Some(&got.router), &vault.spec);
+            eprintln!("{family} {i}: {report}");
+            report.assert_passes();
+            let tokens = greedy(&mut engine, &prompt.tokens, prompt.greedy.len());
+            compare_greedy(&tokens, &prompt.greedy).assert_passes();
+        }
+    }
+}
+
+fn largest_difference(got: &[f32], expected: &[f64]) -> f64 {
+    assert_eq!(got.len(), expected.len());
+    got.iter().zip(expected).map(|(a, b)| (f64::from(*a) - b).abs()).fold(0.0, f64::max)
+}
+
+#[test]
+fn float_and_exact_vaults_agree_with_the_reference_on_the_same_weights() {
+    for model in TinyModel::all(5) {
+        for (experts, backbone) in [
+            ("bf16", "bf16"),
+            ("f32", "f32"),
+            ("q4/64", "q8/64"),
+            ("q2/32", "q4/32"),
+            ("q3a/128", "q5a/16"),
+            ("q6/64", "q6/128"),
+            ("q8a/32", "bf16"),
+        ] {
+            let dir = tempfile::tempdir().unwrap();
+            let vault = write_tiny(dir.path(), &model, experts, backbone);
+            let prompt = model.prompt(21, 3);
+            let weights = VaultWeights::open(dir.path());
+            let expected = forward(&vault.spec, &weights, &prompt);
+            let exact = EngineOptions { exact: true, ..options(RingSize::Auto, 16, 2) };
+            let got = observe(&mut open(&vault, &exact), &prompt);
+            let difference = largest_difference(&got.logits, &expected.logits);
+            // f16 keys and values are the only rounding that the reference does not share.
+            let bound = if experts.contains('q') || backbone.contains('q') { 2e-2 } else { EXACT };
+            eprintln!("{} {experts} {backbone}: {difference:.2e}", vault.spec.model_type);
+            assert!(difference < bound, "{} {experts} {backbone}: {difference}", vault.spec.model_type);
+        }
+    }
+}
+
+#[test]
+fn int8_activations_stay_close_to_the_exact_product() {
+    for model in TinyModel::all(6) {
+        let dir = tempfile::tempdir().unwrap();
+        let vault = write_tiny(dir.path(), &model, "q4/64", "q8/64");
+        let prompt = model.prompt(40, 1);
+        let exact = EngineOptions { exact: true, ..options(RingSize::Auto, 64, 2) };
+        let exact = observe(&mut open(&vault, &exact), &prompt);
+        let coded = observe(&mut open(&vault, &options(RingSize::Auto, 64, 2)), &prompt);
+        let vocab = vault.spec.vocab_size;
+        let wide = |row: &[f32]| row.iter().map(|&v| f64::from(v)).collect::<Vec<_>>();
+        let rows = exact.logits.chunks_exact(vocab).zip(coded.logits.chunks_exact(vocab));
+        let kl: Vec<f64> =
+            rows.map(|(a, b)| smoe_testkit::kl::kl_divergence(&wide(a), &wide(b))).collect();
+        let mean = kl.iter().sum::<f64>() / kl.len() as f64;
+        eprintln!("{}: mean KL of int8 activations {mean:.2e}", vault.spec.model_type);
+        // Measured 1e-3 and below on these random models; a kernel that is wrong is at 1 and more.
+        assert!(mean < 2e-2, "{mean}");
+    }
+}
+
+#[test]
+fn the_originals_pair_and_our_vault_of_the_same_checkpoint_give_the_same_bits() {
+    let Some((_dir, vault)) = sculpted("qwen3_moe", 4, BackboneBits::Bf16) else { return };
+    let Some(pair) = shared_path("fixtures/original-vault-v2/qwen3_moe.smoe") else { return };
+    let original = smoe_engine::Vault::open(&pair).unwrap();
+    assert_eq!((original.experts.version, vault.experts.version), (2, 3));
+    let golden = Golden::shared("qwen3_moe").unwrap();
+    let options = options(RingSize::Auto, 64, 2);
+    let (mut ours, mut theirs) = (open(&vault, &options), open(&original, &options));
+    for prompt in &golden.prompts {
+        let (a, b) = (observe(&mut ours, &prompt.tokens), observe(&mut theirs, &prompt.tokens));
+        assert_eq!(common::bits(&a.logits), common::bits(&b.logits));
+        assert_eq!(greedy(&mut ours, &prompt.tokens, 24), greedy(&mut theirs, &prompt.tokens, 24));
+    }
+    // And both are the codes of the checkpoint: the exact product agrees with the reference on them.
+    let weights = VaultWeights::open(vault.experts_path.parent().unwrap());
+    let tokens = &golden.prompts[1].tokens;
+    let expected = forward(&vault.spec, &weights, tokens);
+    let exact = EngineOptions { exact: true, ..options };
+    let got = observe(&mut open(&vault, &exact), tokens);
+    assert!(largest_difference(&got.logits, &expected.logits) < 2e-2);
+}

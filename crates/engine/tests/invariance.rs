@@ -1,0 +1,77 @@
+//! Less memory makes it slower, never different: bit-identical logits for every ring, chunk, thread count and
+//! instruction set, in prefill and decode.
+
+mod common;
+
+use common::{bits, observe, open, options, write_tiny};
+use smoe_engine::plan::RingSize;
+use smoe_engine::{Control, EngineOptions, KvType};
+use smoe_testkit::TinyModel;
+
+/// Coded, float and mixed vaults with odd shapes: tiles and groups are padded.
+const ENCODINGS: [(&str, &str); 3] = [("q4/64", "q8/64"), ("bf16", "bf16"), ("q3a/32", "q6/128")];
+
+#[test]
+fn ring_chunk_threads_and_kernels_do_not_change_a_bit() {
+    for model in TinyModel::all(11) {
+        for (experts, backbone) in ENCODINGS {
+            let dir = tempfile::tempdir().unwrap();
+            let vault = write_tiny(dir.path(), &model, experts, backbone);
+            let prompt = model.prompt(70, 2);
+            let all = vault.experts.records.len();
+            let floor = vault.spec.moe.top_k;
+            let expected = observe(&mut open(&vault, &options(RingSize::Auto, 128, 1)), &prompt);
+            let same = |what: &str, options: &EngineOptions| {
+                let got = observe(&mut open(&vault, options), &prompt);
+                assert_eq!(bits(&got.logits), bits(&expected.logits), "{experts} {backbone}: {what}");
+                assert_eq!(bits(&got.hidden), bits(&expected.hidden), "{experts} {backbone}: {what}");
+                assert_eq!(bits(&got.router), bits(&expected.router), "{experts} {backbone}: {what}");
+            };
+            for ring in [floor, all / 2, all] {
+                for chunk in [1, 7, 64] {
+                    let options = options(RingSize::Slots(ring), chunk, 1 + chunk % 2);
+                    same(&format!("ring {ring}, chunk {chunk}"), &options);
+                }
+            }
+            for kernels in ["scalar", "avx2", "avx512"] {
+                if smoe_engine::kernels(Some(kernels)).is_err() {
+                    eprintln!("SKIPPED: this machine has no {kernels}");
+                    continue;
+                }
+                let kernels = Some(kernels.to_owned());
+                let options = EngineOptions { kernels, ..options(RingSize::Slots(floor), 33, 2) };
+                same("kernels", &options);
+            }
+            let exact = |threads, chunk| EngineOptions { exact: true, ..options(RingSize::Auto, chunk, threads) };
+            let (one, two) = (
+                observe(&mut open(&vault, &exact(1, 128)), &prompt),
+                observe(&mut open(&vault, &exact(2, 5)), &prompt),
+            );
+            assert_eq!(bits(&one.logits), bits(&two.logits), "{experts} {backbone}: exact");
+        }
+    }
+}
+
+#[test]
+fn prefill_of_n_tokens_is_n_decode_steps() {
+    for model in TinyModel::all(12) {
+        for kv in [KvType::F32, KvType::F16, KvType::Q8] {
+            let dir = tempfile::tempdir().unwrap();
+            let vault = write_tiny(dir.path(), &model, "q4/64", "q8/64");
+            let mut options = options(RingSize::Slots(vault.spec.moe.top_k), 64, 2);
+            options.plan.kv = Some(kv);
+            let prompt = model.prompt(48, 7);
+            let mut engine = open(&vault, &options);
+            let mut session = engine.open_session().unwrap();
+            engine.sync(&mut session, &prompt, &mut Control::default()).unwrap();
+            let prefilled = bits(engine.logits());
+            engine.close_session(session);
+            let mut session = engine.open_session().unwrap();
+            engine.sync(&mut session, &prompt[..1], &mut Control::default()).unwrap();
+            for &token in &prompt[1..] {
+                engine.decode(&mut session, token).unwrap();
+            }
+            assert_eq!(bits(engine.logits()), prefilled, "{kv:?}");
+        }
+    }
+}

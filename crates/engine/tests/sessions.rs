@@ -1,0 +1,140 @@
+//! Sessions: reuse of prefixes, cancellation, limits, faults.
+
+mod common;
+
+use std::io::ErrorKind;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use common::{bits, greedy, open, options, write_tiny};
+use smoe_engine::memory::MemoryFacts;
+use smoe_engine::plan::{PlanRequest, RingSize};
+use smoe_engine::{Control, Engine, EngineError, Synced, Vault, plan_vault};
+use smoe_store::{Fault, FaultyDisk, FileDisk, OpenMode, StoreError};
+use smoe_testkit::TinyModel;
+use tempfile::TempDir;
+
+fn tiny() -> (TempDir, Vault, TinyModel) {
+    let model = TinyModel::qwen3(3);
+    let dir = tempfile::tempdir().unwrap();
+    let vault = write_tiny(dir.path(), &model, "q4/64", "q8/64");
+    (dir, vault, model)
+}
+
+#[test]
+fn a_session_reuses_what_it_holds_and_gives_the_same_bits() {
+    let (_dir, vault, model) = tiny();
+    let mut engine = open(&vault, &options(RingSize::Auto, 16, 2));
+    let prompt = model.prompt(60, 1);
+    let mut session = engine.open_session().unwrap();
+    let control = &mut Control::default();
+    engine.sync(&mut session, &prompt[..40], control).unwrap();
+    let synced = engine.sync(&mut session, &prompt, control).unwrap();
+    assert_eq!(synced, Synced { reused: 40, prefilled: 20 });
+    let grown = bits(engine.logits());
+    // A shorter and a diverging prompt drop what lies beyond; the same prompt recomputes its last token.
+    assert_eq!(engine.sync(&mut session, &prompt[..10], control).unwrap().reused, 9);
+    let mut other = prompt.clone();
+    other[30] = (other[30] + 1) % vault.spec.vocab_size as u32;
+    assert_eq!(engine.sync(&mut session, &other, control).unwrap().reused, 10);
+    assert_eq!(engine.sync(&mut session, &prompt, control).unwrap().reused, 30);
+    assert_eq!(bits(engine.logits()), grown);
+    assert_eq!(engine.sync(&mut session, &prompt, control).unwrap(), Synced { reused: 59, prefilled: 1 });
+    assert_eq!(bits(engine.logits()), grown);
+}
+
+#[test]
+fn a_cancelled_prompt_keeps_its_finished_chunks() {
+    let (_dir, vault, model) = tiny();
+    let mut engine = open(&vault, &options(RingSize::Auto, 8, 1));
+    let prompt = model.prompt(40, 1);
+    let mut session = engine.open_session().unwrap();
+    let cancel = AtomicBool::new(false);
+    let mut stop_at_16 = |done: usize, _: usize| {
+        if done == 16 {
+            cancel.store(true, std::sync::atomic::Ordering::Relaxed);
+        }
+    };
+    let mut control = Control { cancel: Some(&cancel), progress: Some(&mut stop_at_16) };
+    let cancelled = engine.sync(&mut session, &prompt, &mut control);
+    assert!(matches!(cancelled, Err(EngineError::Cancelled)));
+    assert_eq!(session.tokens(), &prompt[..16]);
+    let synced = engine.sync(&mut session, &prompt, &mut Control::default()).unwrap();
+    assert_eq!(synced, Synced { reused: 16, prefilled: 24 });
+    let resumed = bits(engine.logits());
+    engine.close_session(session);
+    let mut session = engine.open_session().unwrap();
+    engine.sync(&mut session, &prompt, &mut Control::default()).unwrap();
+    assert_eq!(bits(engine.logits()), resumed);
+}
+
+#[test]
+fn what_does_not_fit_is_refused_by_name() {
+    let (_dir, vault, model) = tiny();
+    let mut engine = open(&vault, &options(RingSize::Auto, 16, 1));
+    let mut session = engine.open_session().unwrap();
+    let control = &mut Control::default();
+    assert!(matches!(engine.sync(&mut session, &[], control), Err(EngineError::EmptyPrompt)));
+    let id = vault.spec.vocab_size as u32;
+    assert!(matches!(engine.sync(&mut session, &[id], control), Err(EngineError::Token { .. })));
+    let long = engine.sync(&mut session, &[1; 257], control);
+    assert!(matches!(long, Err(EngineError::ContextFull { needed: 257, context: 256 })));
+    assert!(matches!(engine.open_session(), Err(EngineError::NoSession { sessions: 1 })));
+    engine.sync(&mut session, &model.prompt(256, 1), control).unwrap();
+    assert!(matches!(engine.decode(&mut session, 1), Err(EngineError::ContextFull { .. })));
+}
+
+#[test]
+fn a_plan_below_the_floor_names_floor_and_given() {
+    let (_dir, vault, _) = tiny();
+    let facts = MemoryFacts { physical: 1 << 30, cgroup_limit: None, available: None };
+    let plan = |request: PlanRequest| plan_vault(&vault, &request, &facts);
+    let auto = plan(PlanRequest::default()).unwrap();
+    assert!(auto.holds_all() && auto.total_bytes() <= auto.budget_bytes);
+    let Err(EngineError::Budget { floor, given }) =
+        plan(PlanRequest { memory: Some(1 << 20), ..PlanRequest::default() })
+    else {
+        panic!("a megabyte is not enough");
+    };
+    assert_eq!(given, 1 << 20);
+    // The floor that the error names works, and one byte less does not.
+    let at_floor = plan(PlanRequest { memory: Some(floor), ..PlanRequest::default() }).unwrap();
+    assert_eq!((at_floor.ring_slots, at_floor.total_bytes()), (at_floor.ring_floor, floor));
+    assert!(plan(PlanRequest { memory: Some(floor - 1), ..PlanRequest::default() }).is_err());
+    let ring = plan(PlanRequest { ring: RingSize::Slots(1), ..PlanRequest::default() });
+    assert!(matches!(ring, Err(EngineError::Setting { name: "--ring", .. })));
+    let context = plan(PlanRequest { context: Some(1 << 30), ..PlanRequest::default() });
+    assert!(matches!(context, Err(EngineError::Setting { name: "--context", .. })));
+}
+
+fn faulty(vault: &Vault) -> (Engine, Arc<FaultyDisk>) {
+    let disk = FileDisk::open(&vault.experts_path, OpenMode::Auto).unwrap();
+    let disk = FaultyDisk::new(disk);
+    // A ring at the floor reads on, so that faults are met.
+    let options = options(RingSize::Slots(vault.spec.moe.top_k), 8, 1);
+    (Engine::open_on(vault, disk.clone(), &options).unwrap(), disk)
+}
+
+#[test]
+fn a_failed_or_torn_read_ends_the_request_and_the_next_one_succeeds() {
+    let (_dir, vault, model) = tiny();
+    let prompt = model.prompt(24, 1);
+    let expected = greedy(&mut open(&vault, &options(RingSize::Auto, 8, 1)), &prompt, 8);
+    for (fault, is_right) in [
+        (Fault::Error(ErrorKind::Other), (|e: &StoreError| matches!(e, StoreError::Read { .. })) as fn(&StoreError) -> bool),
+        (Fault::Short(100), |e| matches!(e, StoreError::Read { .. })),
+        (Fault::Torn(5), |e| matches!(e, StoreError::Checksum { .. })),
+    ] {
+        let (mut engine, disk) = faulty(&vault);
+        disk.on_read(7, fault.clone());
+        let mut session = engine.open_session().unwrap();
+        let failed = engine.sync(&mut session, &prompt, &mut Control::default());
+        let Err(EngineError::Store(error)) = failed else { panic!("{fault:?}: {failed:?}") };
+        assert!(is_right(&error), "{error}");
+        let text = error.to_string();
+        assert!(text.contains("layer") && text.contains("expert"), "{text}");
+        engine.close_session(session);
+        disk.heal();
+        assert_eq!(greedy(&mut engine, &prompt, 8), expected);
+    }
+}
