@@ -136,8 +136,7 @@ impl SamplingArgs {
     /// The settings, with the model's own defaults for what was not given.
     pub fn settings(&self, model: &GenerationDefaults) -> Sampling {
         // A model that says `do_sample: false` is greedy unless asked otherwise.
-        let temperature =
-            if model.do_sample == Some(false) { 0.0 } else { model.temperature.unwrap_or(0.0) };
+        let temperature = if model.do_sample == Some(false) { 0.0 } else { model.temperature.unwrap_or(0.0) };
         Sampling {
             temperature: self.temperature.unwrap_or(temperature),
             top_k: self.top_k.or(model.top_k.map(|k| k as usize)).unwrap_or(0),
@@ -358,7 +357,9 @@ fn parse_ring(s: &str) -> Result<RingSize, String> {
     if let Ok(slots) = s.parse() {
         return Ok(RingSize::Slots(slots));
     }
-    parse_size(s).map(RingSize::Bytes).map_err(|_| "auto, a number of experts, or a size such as 4G".to_owned())
+    parse_size(s)
+        .map(RingSize::Bytes)
+        .map_err(|_| "auto, a number of experts, or a size such as 4G".to_owned())
 }
 
 #[cfg(test)]

@@ -166,8 +166,7 @@ impl Talk<'_> {
             let next = self.turns.iter().skip(1).position(|turn| turn["role"] == "user");
             self.turns.drain(..next.map_or(1, |i| i + 1));
         };
-        let limits =
-            Limits { max_tokens: self.max_tokens, end_tokens: self.text.end_tokens.clone() };
+        let limits = Limits { max_tokens: self.max_tokens, end_tokens: self.text.end_tokens.clone() };
         let mut out = io::stdout().lock();
         Asker {
             engine,
@@ -274,4 +273,3 @@ fn history_path() -> Option<PathBuf> {
     let home = || std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".local/state"));
     Some(state.or_else(home)?.join("smoe/history"))
 }
-

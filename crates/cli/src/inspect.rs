@@ -42,8 +42,7 @@ fn facts(vault: &Vault) -> Result<Value, Failure> {
         .iter()
         .map(|l| {
             let kinds = Projection::ALL.iter().zip(&l.tensors);
-            let encodings: BTreeMap<_, _> =
-                kinds.map(|(p, t)| (p.name(), t.encoding.to_string())).collect();
+            let encodings: BTreeMap<_, _> = kinds.map(|(p, t)| (p.name(), t.encoding.to_string())).collect();
             json!({
                 "layer": l.layer,
                 "experts": l.n_experts,

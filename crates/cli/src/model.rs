@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::path::{Path, PathBuf};
 
 use indicatif::ProgressBar;
-use smoe_engine::{DirectIo, Engine, EngineError, EngineOptions, Vault};
+use smoe_engine::{DirectIo, Engine, EngineOptions, Vault};
 use smoe_text::ModelText;
 
 use crate::failure::Failure;
@@ -28,23 +28,25 @@ pub fn resolve(vault: &Path) -> Result<PathBuf, Failure> {
     if vault.as_os_str() == "demo" { demo_path() } else { Ok(vault.to_owned()) }
 }
 
-/// Opens the vault named on the command line; no weights are read.
+/// Opens the vault named on the command line; no weights are read. A config.json beside an original file
+/// says what its model is.
 pub fn open_vault(name: &Path) -> Result<Vault, Failure> {
     let path = resolve(name)?;
-    match Vault::open(&path) {
-        // A version 1 file does not say what its model is; the checkpoint's config beside it does.
-        Err(EngineError::Format { source, file }) if path.is_file() => {
-            let config = path.with_file_name("config.json");
-            match std::fs::read(&config) {
-                Ok(json) => {
-                    let (spec, _) = smoe_sculpt::spec_from_config(&serde_json::from_slice(&json)?)?;
-                    Ok(Vault::open_with(&path, Some(spec))?)
-                }
-                Err(_) => Err(EngineError::Format { source, file }.into()),
-            }
-        }
-        other => Ok(other?),
+    let config = path.with_file_name("config.json");
+    let beside_original = path.is_file()
+        && path.file_name().is_some_and(|name| name != smoe_format::file_name::EXPERTS)
+        && config.is_file();
+    let mut spec = None;
+    if beside_original {
+        let json = serde_json::from_slice(&std::fs::read(&config)?)
+            .map_err(|e| Failure::new(format!("{}: {e}", config.display())))?;
+        let (found, warnings) = smoe_sculpt::spec_from_config(&json)?;
+        warnings.iter().for_each(|warning| eprintln!("warning: {warning}"));
+        spec = Some(found);
     }
+    let vault = Vault::open_with(&path, spec)?;
+    vault.warnings.iter().for_each(|warning| eprintln!("warning: {warning}"));
+    Ok(vault)
 }
 
 /// Tokeniser, template and defaults that travel with a vault.

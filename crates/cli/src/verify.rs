@@ -15,11 +15,8 @@ pub fn verify(args: &VerifyArgs) -> Result<(), Failure> {
     bar.finish();
     let report = report?;
     if args.json {
-        let problems: Vec<_> = report
-            .problems
-            .iter()
-            .map(|p| json!({"file": p.file, "problem": p.to_string()}))
-            .collect();
+        let problems: Vec<_> =
+            report.problems.iter().map(|p| json!({"file": p.file, "problem": p.to_string()})).collect();
         let json = json!({
             "version": report.version,
             "whole": report.problems.is_empty(),

@@ -8,9 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use smoe_format::{ExpertKey, FfnKind, ModelSpec, original};
 use smoe_kernels::{Kernels, KernelsError};
 use smoe_meter::{Phase, PhaseClock, PhaseMeter, PhaseSnapshot, StoreMeter, StoreSnapshot};
-use smoe_store::{
-    Disk, DirectIo, OpenMode, FileDisk, Lease, Record, RecordDecoder, Store, StoreConfig,
-};
+use smoe_store::{DirectIo, Disk, FileDisk, Lease, OpenMode, Record, RecordDecoder, Store, StoreConfig};
 
 use crate::EngineError;
 use crate::backend::cpu::CpuBackend;
@@ -188,11 +186,7 @@ impl Engine {
     ///
     /// # Errors
     /// As [`Engine::open`].
-    pub fn open_on(
-        vault: &Vault,
-        disk: Arc<dyn Disk>,
-        options: &EngineOptions,
-    ) -> Result<Self, EngineError> {
+    pub fn open_on(vault: &Vault, disk: Arc<dyn Disk>, options: &EngineOptions) -> Result<Self, EngineError> {
         let kernels = kernels(options.kernels.as_deref())?;
         if !(1..=256).contains(&options.readers) {
             let (name, value) = ("readers", options.readers.to_string());
@@ -205,7 +199,8 @@ impl Engine {
         let direct_io = disk.direct().clone();
         let store = open_store(vault, disk, &plan, options, store_meter.clone())?;
         let spec = vault.spec.clone();
-        let backend = CpuBackend::new(spec.clone(), weights, &vault.experts.layers, &plan, kernels, options.exact);
+        let backend =
+            CpuBackend::new(spec.clone(), weights, &vault.experts.layers, &plan, kernels, options.exact);
         let phase_meter = Arc::new(PhaseMeter::default());
         Ok(Self {
             kv: KvCache::new(&spec, plan.kv, plan.context, plan.sessions),
@@ -440,9 +435,8 @@ impl Engine {
         let first = session.tokens.len();
         self.kv.reserve(session.seq, first + n)?;
         self.rows.clear();
-        self.rows.extend(
-            (first..first + n).map(|position| Row { seq: session.seq, position: position as u32 }),
-        );
+        self.rows
+            .extend((first..first + n).map(|position| Row { seq: session.seq, position: position as u32 }));
         Ok(())
     }
 
@@ -558,11 +552,8 @@ fn open_store(
             }
         })
         .collect();
-    let decoder: Option<Arc<dyn RecordDecoder>> = if experts.original.is_empty() {
-        None
-    } else {
-        Some(Arc::new(Retile::new(vault)))
-    };
+    let decoder: Option<Arc<dyn RecordDecoder>> =
+        if experts.original.is_empty() { None } else { Some(Arc::new(Retile::new(vault))) };
     let config = StoreConfig {
         slots: plan.ring_slots,
         slot_bytes: plan.slot_bytes as usize,

@@ -241,10 +241,7 @@ impl Plan {
 }
 
 /// True if neither backbone nor experts are coded.
-pub(crate) fn all_float(
-    backbone: impl IntoIterator<Item = Encoding>,
-    layers: &[LayerTable],
-) -> bool {
+pub(crate) fn all_float(backbone: impl IntoIterator<Item = Encoding>, layers: &[LayerTable]) -> bool {
     backbone.into_iter().all(Encoding::is_float)
         && layers.iter().flat_map(|l| &l.tensors).all(|t| t.encoding.is_float())
 }

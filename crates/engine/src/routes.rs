@@ -135,14 +135,7 @@ mod tests {
     use super::*;
 
     fn moe(norm_topk: bool) -> MoeSpec {
-        MoeSpec {
-            n_experts: 5,
-            top_k: 2,
-            d_expert: 8,
-            router: RouterKind::Softmax,
-            norm_topk,
-            d_shared: 0,
-        }
+        MoeSpec { n_experts: 5, top_k: 2, d_expert: 8, router: RouterKind::Softmax, norm_topk, d_shared: 0 }
     }
 
     #[test]

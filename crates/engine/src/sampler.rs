@@ -69,10 +69,9 @@ impl Sampling {
         if !(self.repetition_penalty > 0.0 && self.repetition_penalty.is_finite()) {
             return fail("repetition_penalty", self.repetition_penalty, "above 0");
         }
-        for (name, value) in [
-            ("presence_penalty", self.presence_penalty),
-            ("frequency_penalty", self.frequency_penalty),
-        ] {
+        for (name, value) in
+            [("presence_penalty", self.presence_penalty), ("frequency_penalty", self.frequency_penalty)]
+        {
             if !value.is_finite() {
                 return fail(name, value, "a number");
             }
@@ -195,8 +194,7 @@ impl Sampler {
         let s = &self.sampling;
         let k = if s.top_k == 0 { logits.len() } else { s.top_k.min(logits.len()) };
         self.best.clear();
-        let candidates =
-            logits.iter().enumerate().map(|(id, &logit)| Candidate { logit, id: id as u32 });
+        let candidates = logits.iter().enumerate().map(|(id, &logit)| Candidate { logit, id: id as u32 });
         if k < logits.len() {
             // A heap of the k best, the worst on top: one pass, most logits cost one comparison.
             for candidate in candidates.map(Reverse) {

@@ -5,7 +5,8 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use smoe_format::{
-    Backbone, BackboneTensor, ExpertFile, FormatError, ModelSpec, Projection, expert_file, file_name, original,
+    Backbone, BackboneTensor, ExpertFile, FormatError, ModelSpec, Projection, expert_file, file_name,
+    original,
 };
 
 use crate::EngineError;
@@ -25,6 +26,8 @@ pub struct Vault {
     pub backbone: Backbone,
     /// The model.
     pub spec: ModelSpec,
+    /// What is odd about it, for the user to know.
+    pub warnings: Vec<String>,
 }
 
 impl Vault {
@@ -36,7 +39,8 @@ impl Vault {
         Self::open_with(path, None)
     }
 
-    /// The same; `spec` stands in where a file does not say what its model is (version 1).
+    /// The same; for an original file `spec`, from the checkpoint's config, wins over what the file says of
+    /// its model: version 1 says nothing, version 2 only what fits its architecture block.
     ///
     /// # Errors
     /// As [`Vault::open`].
@@ -67,11 +71,18 @@ impl Vault {
             let file = file.to_owned();
             move |source: FormatError| EngineError::Format { file, source }
         };
-        let spec = match (&experts.architecture, spec) {
-            (expert_file::Architecture::Original { sarc: None, .. }, Some(spec)) => spec,
-            _ => experts.spec(&backbone).map_err(format(&experts_path))?,
+        let mut warnings = Vec::new();
+        let spec = match spec {
+            Some(spec) if experts.manifest().is_none() => spec,
+            _ => {
+                let mut spec = experts.spec(&backbone).map_err(format(&experts_path))?;
+                if experts.manifest().is_none() {
+                    warnings.extend(original::mend_rope(&mut spec));
+                }
+                spec
+            }
         };
-        let vault = Self { experts_path, backbone_path, directory, experts, backbone, spec };
+        let vault = Self { experts_path, backbone_path, directory, experts, backbone, spec, warnings };
         vault.check().map_err(format(&vault.backbone_path))?;
         if let Some(entry) = vault.listed(file_name::BACKBONE)
             && entry.bytes != vault.backbone.file_len

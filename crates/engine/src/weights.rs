@@ -192,9 +192,7 @@ impl Source<'_> {
             },
             ffn_norm: vector(LayerPart::FfnNorm)?,
             ffn: match spec.layers[index] {
-                FfnKind::Dense(_) => {
-                    LayerFfn::Dense(ffn(LayerPart::Gate, LayerPart::Up, LayerPart::Down)?)
-                }
+                FfnKind::Dense(_) => LayerFfn::Dense(ffn(LayerPart::Gate, LayerPart::Up, LayerPart::Down)?),
                 FfnKind::Moe => LayerFfn::Moe {
                     router: matrix(LayerPart::Router)?,
                     shared: if spec.moe.d_shared > 0 {
@@ -233,7 +231,8 @@ fn read_all(disk: &dyn Disk, buffer: &mut [u8], threads: usize) -> Result<u32, E
         })
     })?;
     let sums = sums.into_inner().unwrap_or_default();
-    Ok(sums.iter().enumerate().fold(0, |crc, (i, &sum)| {
-        crc32c::crc32c_combine(crc, sum, PIECE.min(len - i * PIECE))
-    }))
+    Ok(sums
+        .iter()
+        .enumerate()
+        .fold(0, |crc, (i, &sum)| crc32c::crc32c_combine(crc, sum, PIECE.min(len - i * PIECE))))
 }

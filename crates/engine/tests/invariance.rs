@@ -42,7 +42,8 @@ fn ring_chunk_threads_and_kernels_do_not_change_a_bit() {
                 let options = EngineOptions { kernels, ..options(RingSize::Slots(floor), 33, 2) };
                 same("kernels", &options);
             }
-            let exact = |threads, chunk| EngineOptions { exact: true, ..options(RingSize::Auto, chunk, threads) };
+            let exact =
+                |threads, chunk| EngineOptions { exact: true, ..options(RingSize::Auto, chunk, threads) };
             let (one, two) = (
                 observe(&mut open(&vault, &exact(1, 128)), &prompt),
                 observe(&mut open(&vault, &exact(2, 5)), &prompt),

@@ -121,7 +121,10 @@ fn a_failed_or_torn_read_ends_the_request_and_the_next_one_succeeds() {
     let prompt = model.prompt(24, 1);
     let expected = greedy(&mut open(&vault, &options(RingSize::Auto, 8, 1)), &prompt, 8);
     for (fault, is_right) in [
-        (Fault::Error(ErrorKind::Other), (|e: &StoreError| matches!(e, StoreError::Read { .. })) as fn(&StoreError) -> bool),
+        (
+            Fault::Error(ErrorKind::Other),
+            (|e: &StoreError| matches!(e, StoreError::Read { .. })) as fn(&StoreError) -> bool,
+        ),
         (Fault::Short(100), |e| matches!(e, StoreError::Read { .. })),
         (Fault::Torn(5), |e| matches!(e, StoreError::Checksum { .. })),
     ] {

@@ -9,7 +9,7 @@ use crate::expert_file::{Architecture, ExpertFile, LayerTable, Projection, Recor
 use crate::sarc::{Sarc, Seen};
 use crate::tile::ROWS;
 use crate::wire::Bytes;
-use crate::{ExpertKey, FormatError, RECORD_ALIGN};
+use crate::{ExpertKey, FormatError, ModelSpec, RECORD_ALIGN};
 
 /// The ending of a backbone file beside `NAME.smoe`.
 pub const BACKBONE_SUFFIX: &str = ".scout.safetensors";
@@ -46,6 +46,25 @@ pub fn checkpoint_name(tensor: BackboneTensor) -> String {
         LayerPart::SharedDown => "mlp.shared_experts.down_proj",
     };
     format!("model.layers.{layer}.{part}.weight")
+}
+
+/// Corrects a RoPE base that the original's tool is known to have missed, and says so.
+///
+/// The tool read `rope_theta` at the top level of a config only; for the newer style, which has it inside
+/// `rope_parameters`, it wrote its default of 10,000. Qwen3-MoE was published with 1,000,000 and more, never
+/// with 10,000, so there that value means "not read", and the family's published base is taken.
+#[must_use]
+pub fn mend_rope(spec: &mut ModelSpec) -> Option<String> {
+    const MISSED: f64 = 10_000.0;
+    const QWEN3_MOE: f64 = 1_000_000.0;
+    if spec.model_type != "qwen3_moe" || spec.rope.theta != MISSED {
+        return None;
+    }
+    spec.rope.theta = QWEN3_MOE;
+    Some(format!(
+        "the file gives RoPE base {MISSED}, which the original tool wrote when it did not find it; taking \
+         {QWEN3_MOE}, as Qwen3-MoE was published. The checkpoint's config.json beside the file decides"
+    ))
 }
 
 /// A row-major tensor inside an original's record.

@@ -42,11 +42,8 @@ struct Coded {
 
 impl Plane {
     fn with_capacity(tokens: usize, cols: usize, groups: &[usize]) -> Self {
-        let coded = |&group| Coded {
-            group,
-            activations: Activations::with_capacity(tokens, cols),
-            fresh: false,
-        };
+        let coded =
+            |&group| Coded { group, activations: Activations::with_capacity(tokens, cols), fresh: false };
         Self { x: vec![0.0; tokens * cols], coded: groups.iter().map(coded).collect() }
     }
 
@@ -485,9 +482,8 @@ impl Backend for CpuBackend {
 /// An expert's matrices where the disk put them, and its tokens.
 fn expert_call<'a>(table: &LayerTable, lease: &'a Lease, routes: &'a Routes) -> ExpertCall<'a> {
     let bytes = lease.bytes();
-    let [gate, up, down] = table
-        .tensors
-        .map(|t| Matrix::new(&bytes[t.offset..t.offset + t.len], t.rows, t.cols, t.encoding));
+    let [gate, up, down] =
+        table.tensors.map(|t| Matrix::new(&bytes[t.offset..t.offset + t.len], t.rows, t.cols, t.encoding));
     let (_, tokens) = routes.of_expert(lease.key().expert);
     ExpertCall { gate, up, down, tokens }
 }
