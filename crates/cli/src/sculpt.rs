@@ -1,5 +1,7 @@
 //! `smoe sculpt`: a checkpoint becomes a vault.
 
+use std::path::Path;
+
 use serde_json::json;
 use smoe_engine::plan::Bytes;
 use smoe_sculpt::{DryRun, Outcome, SculptError, Settings};
@@ -27,19 +29,92 @@ pub fn sculpt(args: &SculptArgs) -> Result<(), Failure> {
     let Some(vault) = &args.vault else {
         return Err(Failure::Usage("name the vault to make, or use --dry-run".to_owned()));
     };
+    // An original file is not made, only measured and compared.
+    let original = vault.extension().is_some_and(|ending| ending == "smoe") && vault.is_file();
+    if original && !args.measure_error && !args.validate {
+        let what = "is an original file: it can be measured (--measure-error) or compared (--validate)";
+        return Err(Failure::Usage(format!("{} {what}", vault.display())));
+    }
+    if !original {
+        let bar = progress::Bar::default();
+        let outcome = smoe_sculpt::sculpt(&args.checkpoint, vault, &settings, &bar, flag);
+        bar.finish();
+        match outcome.map_err(failure)? {
+            Outcome::Created => eprintln!("made {}", vault.display()),
+            Outcome::AlreadyComplete => {
+                eprintln!("{} is complete already, with these settings", vault.display());
+            }
+        }
+    }
+    if args.validate {
+        validate(args, vault)?;
+    }
+    if args.measure_error {
+        measure_error(args, vault)?;
+    }
+    Ok(())
+}
+
+/// A cancelled sculpt has said what is kept; it is no error of its own.
+fn failure(error: SculptError) -> Failure {
+    if matches!(error, SculptError::Cancelled { .. }) {
+        eprintln!("{error}");
+        return Failure::Interrupted;
+    }
+    error.into()
+}
+
+/// Encodes the checkpoint anew and compares every code and scale with what the vault holds.
+fn validate(args: &SculptArgs, vault: &Path) -> Result<(), Failure> {
     let bar = progress::Bar::default();
-    let outcome = smoe_sculpt::sculpt(&args.checkpoint, vault, &settings, &bar, flag);
+    let counts = smoe_sculpt::compare_codes(&args.checkpoint, vault, args.threads, &bar, interrupt::flag());
     bar.finish();
-    match outcome {
-        Ok(Outcome::Created) => eprintln!("made {}", vault.display()),
-        Ok(Outcome::AlreadyComplete) => {
-            eprintln!("{} is complete already, with these settings", vault.display());
-        }
-        Err(error @ SculptError::Cancelled { .. }) => {
-            eprintln!("{error}");
-            return Err(Failure::Interrupted);
-        }
-        Err(error) => return Err(error.into()),
+    let counts = counts.map_err(failure)?;
+    let mut different = 0;
+    for kind in &counts {
+        different += kind.different_codes + kind.different_scales;
+        eprintln!(
+            "{:<14} {} codes and {} scales equal, {} and {} different",
+            kind.kind, kind.equal_codes, kind.equal_scales, kind.different_codes, kind.different_scales
+        );
+    }
+    if different > 0 {
+        return Err(Failure::new(format!("{} does not hold this checkpoint's codes", vault.display())));
+    }
+    eprintln!("valid: every code and scale is that of the checkpoint");
+    Ok(())
+}
+
+fn measure_error(args: &SculptArgs, vault: &Path) -> Result<(), Failure> {
+    let bar = progress::Bar::default();
+    let errors = smoe_sculpt::measure_error(&args.checkpoint, vault, args.threads, &bar, interrupt::flag());
+    bar.finish();
+    let errors = errors.map_err(failure)?;
+    if args.json {
+        let kinds: Vec<_> = errors
+            .iter()
+            .map(|e| {
+                json!({
+                    "kind": e.kind,
+                    "encoding": e.encoding,
+                    "weights": e.weights,
+                    "rmse": e.rmse,
+                    // JSON has no infinity: no error at all is null.
+                    "snr_db": e.snr_db.is_finite().then_some(e.snr_db),
+                    "max_error": e.max_error,
+                    "codes_digest": format!("{:016x}", e.digest),
+                })
+            })
+            .collect();
+        println!("{}", serde_json::to_string_pretty(&kinds)?);
+        return Ok(());
+    }
+    println!("kind            encoding      weights        RMSE    SNR dB   max error  codes");
+    for e in &errors {
+        println!(
+            "{:<15} {:<9} {:>11} {:>11.3e} {:>9.2} {:>11.3e}  {:016x}",
+            e.kind, e.encoding, e.weights, e.rmse, e.snr_db, e.max_error, e.digest
+        );
     }
     Ok(())
 }

@@ -34,6 +34,8 @@
 
 mod aligned;
 mod arena;
+#[cfg(any(test, feature = "test-support"))]
+mod counting;
 mod demand;
 mod disk;
 mod error;
@@ -54,6 +56,8 @@ mod sync;
 
 pub use aligned::{AlignedBuf, OutOfMemory, PAGE};
 pub use arena::Arena;
+#[cfg(any(test, feature = "test-support"))]
+pub use counting::CountingAllocator;
 pub use demand::Demand;
 pub use disk::{DirectIo, Disk, DiskError};
 pub use error::StoreError;

@@ -3,38 +3,12 @@
 
 mod support;
 
-use smoe_store::{FileDisk, Lease, OpenMode};
-use std::alloc::{GlobalAlloc, Layout, System};
+use smoe_store::{CountingAllocator, FileDisk, Lease, OpenMode};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use support::{Random, Vault};
 
-struct Counting;
-
-static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
-
-// SAFETY: every call goes to the system's allocator as it came; counting touches no memory of the caller's.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the caller's promises are passed on.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
-        // SAFETY: the caller's promises are passed on.
-        unsafe { System.dealloc(ptr, layout) }
-    }
-
-    unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
-        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the caller's promises are passed on.
-        unsafe { System.realloc(ptr, layout, new_size) }
-    }
-}
-
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: CountingAllocator = CountingAllocator::new();
 
 #[test]
 fn batches_do_not_allocate() {
@@ -70,9 +44,9 @@ fn batches_do_not_allocate() {
         }
     };
     run(&batches[..100]);
-    let before = ALLOCATIONS.load(Ordering::Relaxed);
+    let before = ALLOCATOR.allocations();
     run(&batches[100..]);
-    let after = ALLOCATIONS.load(Ordering::Relaxed);
+    let after = ALLOCATOR.allocations();
     println!("{:?}", store.meter().snapshot());
     assert_eq!(after - before, 0, "allocations in 500 batches");
 }
