@@ -104,19 +104,19 @@ impl MachineArgs {
 #[command(next_help_heading = "Sampling (unset: the model's own generation_config.json)")]
 pub struct SamplingArgs {
     /// 0 is greedy
-    #[arg(long, value_name = "X")]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
     pub temperature: Option<f32>,
     /// Keep the K likeliest tokens; 0 keeps all
     #[arg(long, value_name = "K")]
     pub top_k: Option<usize>,
     /// Keep the likeliest tokens that together reach this probability
-    #[arg(long, value_name = "P")]
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
     pub top_p: Option<f32>,
     /// Keep tokens at least this likely, relative to the likeliest
-    #[arg(long, value_name = "P")]
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
     pub min_p: Option<f32>,
     /// Make tokens of prompt and answer less likely; 1 is off
-    #[arg(long, value_name = "X")]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
     pub repetition_penalty: Option<f32>,
     /// Subtracted from the logits of tokens in the answer
     #[arg(long, value_name = "X", default_value_t = 0.0, allow_hyphen_values = true)]
@@ -391,7 +391,8 @@ mod tests {
 
     #[test]
     fn what_is_not_given_comes_from_the_model() {
-        let model = GenerationDefaults { temperature: Some(0.6), top_k: Some(20), ..Default::default() };
+        let mut model = GenerationDefaults::default();
+        (model.temperature, model.top_k) = (Some(0.6), Some(20));
         let settings = SamplingArgs::default().settings(&model);
         assert_eq!((settings.temperature, settings.top_k), (0.6, 20));
         let given = SamplingArgs { temperature: Some(0.0), ..Default::default() };

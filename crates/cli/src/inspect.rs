@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use serde_json::{Value, json};
 use smoe_engine::Vault;
 use smoe_engine::plan::Bytes;
+use smoe_format::spec::RopeScaling;
 use smoe_format::{FfnKind, Projection};
 
 use crate::args::InspectArgs;
@@ -90,13 +91,19 @@ fn print_facts(vault: &Vault, facts: &Value) {
     );
     let a = spec.attention;
     println!(
-        "attention  {} heads over {} KV heads of {}{}, {:?} RoPE scaling, theta {}",
+        "attention  {} heads over {} KV heads of {}{}, RoPE base {}{}",
         a.n_heads,
         a.n_kv_heads,
         a.head_dim,
         if a.qk_norm { ", QK-norm" } else { "" },
-        spec.rope.scaling,
-        spec.rope.theta
+        spec.rope.theta,
+        match spec.rope.scaling {
+            RopeScaling::None => String::new(),
+            RopeScaling::Linear { factor } => format!(", positions divided by {factor}"),
+            RopeScaling::Yarn { factor, original_context, .. } => {
+                format!(", YaRN {factor} x over {original_context}")
+            }
+        }
     );
     let shared = match spec.moe.d_shared {
         0 => String::new(),

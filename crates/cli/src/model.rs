@@ -17,6 +17,7 @@ pub fn demo_path() -> Result<PathBuf, Failure> {
     }
     let beside = std::env::current_exe().ok().and_then(|exe| Some(exe.parent()?.join("demo")));
     let built = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../demo");
+    let built = built.canonicalize().unwrap_or(built);
     let found = beside.into_iter().chain([built]).find(|path| path.is_dir());
     found.ok_or_else(|| {
         Failure::new("the demo vault is not here: put it beside the executable, or name it in SMOE_DEMO")

@@ -52,7 +52,7 @@ impl Default for EngineOptions {
     }
 }
 
-/// Reads of 2 MB and more saturate a drive with 2 to 8 in flight; more threads did not gain (`peers.md` 2.1).
+/// Reads of 2 MB and more saturate a drive with 2 to 8 in flight: EXP-STORE-05.
 const READERS: usize = 4;
 
 /// What a long call may be told, and asked.

@@ -17,8 +17,7 @@ pub struct MemoryFacts {
     pub available: Option<u64>,
 }
 
-/// Share of the limit that is never exceeded: the rest belongs to the system (`peers.md` reports a factor
-/// of 8 lost to overshooting).
+/// Share of the limit that is never exceeded; the rest belongs to the system: EXP-MEMORY-02.
 const SHARE: (u64, u64) = (7, 8);
 /// Left free of what is available now: page tables, thread stacks, other programs' small growth.
 const MARGIN: u64 = 256 << 20;

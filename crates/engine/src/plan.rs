@@ -98,8 +98,7 @@ pub struct Subject<'a> {
     pub decode_bytes: u64,
 }
 
-/// Code, stacks, allocator and the reader threads; measured resident size of the demo model beyond the
-/// parts above is 9 MB (`docs/experiments/memory.md`).
+/// Code, stacks, allocator, tables, tokeniser: EXP-MEMORY-01.
 const FIXED_BYTES: u64 = 24 << 20;
 /// Tokens of a step: enough that an expert's tokens fill a kernel's block, small enough for the planes.
 const CHUNK: usize = 512;

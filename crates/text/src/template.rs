@@ -5,11 +5,15 @@
 //! elsewhere ([`crate::python`]). `tests/goldens.rs` holds it to that renderer's output byte by byte.
 //!
 //! A template comes with a model and is not to be trusted further than the model: it sees its input and nothing
-//! else, has a budget of steps that bounds time and memory, and a bounded depth of recursion.
+//! else, has a budget of steps that bounds time and memory, and a bounded depth of recursion. Two holes are left, both
+//! inside minijinja, by which a malicious template can overflow the stack and end the process: a namespace that holds
+//! itself, joined to a text by `~`; and a list nested some hundred thousand deep by a loop, when it is dropped.
 //!
-//! Known differences, none of them met in a published template: an attribute that names a method without calling
-//! it (`x.items`) is looked up as a key only; `None` iterates as an empty list, and slices so too; the `%`
-//! operator does not format strings; inside `~` floats below 1e-4 or from 1e16 print without an exponent.
+//! Known differences, each the renderer's own and pinned in `tests/jinja.rs` where it can be: iterating or slicing
+//! `None` gives nothing where Python fails; an attribute that names a method without calling it (`x.items`) is
+//! looked up as a key; `%` does not format strings; joined by `~`, floats below 1e-4 or from 1e16 print without an
+//! exponent; a string marked `safe` does not escape what is added to it; a macro knows no `varargs`, and its defaults
+//! do not see its other parameters.
 
 use jiff::civil::DateTime;
 use minijinja::syntax::SyntaxConfig;
@@ -21,16 +25,19 @@ use crate::error::TextError;
 use crate::generation;
 use crate::python;
 
-/// Steps that any template may take: an instruction, or 64 bytes of text made. Honest templates take about a
-/// hundred a message; the quadratic ones (gpt-oss looks ahead from every tool call) some millions on a thousand
-/// messages. A loop without end is stopped after about half a second, a doubling string at half a gigabyte.
-const FUEL: u64 = 800_000_000;
+/// Steps that any template may take: an instruction, or 64 bytes of text made. A loop without end is stopped within
+/// a second, a text that doubles itself at half a gigabyte.
+const FUEL: u64 = 8_000_000;
 
-/// Further steps for each byte of input, so that a long conversation is not mistaken for a loop.
-const FUEL_PER_INPUT_BYTE: u64 = 4;
+/// Further steps for each byte of input, so that a long text is not mistaken for a loop.
+const FUEL_PER_BYTE: u64 = 4;
 
-/// Nested calls of macros cost 4 each, blocks and loops 1 each. The deepest published template nests to 20; a
-/// thread's usual stack of 2 MiB holds ten times this limit's frames.
+/// Further steps for each pair of messages: many a template looks from every message at all others. Of 65 published
+/// ones the hungriest took 15 a pair on conversations of 200 to 3200 messages.
+const FUEL_PER_PAIR: u64 = 20;
+
+/// A call of a macro costs 4, a block or a loop 1. The published templates of `tests/goldens.rs` need 30 at most. At
+/// this limit a render needs less than 256 KiB of stack, and less than 1 MiB in a debug build (`tests/template.rs`).
 const RECURSION_LIMIT: usize = 200;
 
 /// Name of the template in its environment.
@@ -126,10 +133,12 @@ impl TemplateInput {
         Value::from_pairs(variables)
     }
 
-    /// Roughly how many bytes the template is given to work on.
-    fn size(&self) -> usize {
+    /// How many steps a template may take over this input.
+    fn budget(&self) -> u64 {
         let extra: usize = self.extra.values().map(size).sum();
-        size(&self.messages) + self.tools.as_ref().map_or(0, size) + extra
+        let bytes = size(&self.messages) + self.tools.as_ref().map_or(0, size) + extra;
+        let messages = self.messages.as_array().map_or(0, Vec::len) as u64;
+        FUEL + FUEL_PER_BYTE * bytes as u64 + FUEL_PER_PAIR * messages.pow(2)
     }
 
     fn offers_tools(&self) -> bool {
@@ -137,6 +146,7 @@ impl TemplateInput {
     }
 }
 
+/// Roughly how many bytes a value holds.
 fn size(value: &Json) -> usize {
     // 16 bytes stand for what a value costs besides its text.
     16 + match value {
@@ -188,7 +198,7 @@ impl ChatTemplate {
     /// [`TextError::TemplateRaised`] if the template refuses the conversation, [`TextError::TemplateFailed`] if it
     /// fails over it, [`TextError::TemplateExhausted`] if it does not come to an end.
     pub fn render(&self, input: &TemplateInput) -> Result<String, TextError> {
-        let fuel = FUEL + FUEL_PER_INPUT_BYTE * input.size() as u64;
+        let fuel = input.budget();
         // The budget belongs to the environment; a copy of it shares everything that is large.
         let mut env = self.env.clone();
         env.set_fuel(Some(fuel));

@@ -1,1 +1,59 @@
-fn main() {}
+//! Chores of the project: `cargo xtask ...`. Development only, never shipped.
+//!
+//! | command | what it shows |
+//! | --- | --- |
+//! | `fidelity` | what each bit width does to the demo model's answers |
+//! | `mutate` | that no damaged or hostile vault crashes, hangs or silently changes the mathematics |
+//! | `kill-sculpt` | that a sculpt killed at any moment goes on to the same bytes |
+//! | `size` | that the repository stays small |
+#![forbid(unsafe_code)]
+#![allow(clippy::print_stdout, clippy::print_stderr, reason = "commands for developers at a terminal")]
+
+mod fidelity;
+mod kill_sculpt;
+mod mutate;
+mod size;
+mod workspace;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// What commands return.
+type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
+
+/// Chores of the project.
+#[derive(Debug, Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask")]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Perplexity and KL divergence of a checkpoint's vaults, by bits
+    Fidelity(fidelity::Args),
+    /// Mutate vaults; nothing may crash, hang, or change the logits unnoticed
+    Mutate(mutate::Args),
+    /// Kill the real binary's sculpt at random moments; the vault must come out the same
+    KillSculpt(kill_sculpt::Args),
+    /// Add up the tracked files; too many bytes fail
+    Size,
+}
+
+fn main() -> ExitCode {
+    let result = match Cli::parse().command {
+        Command::Fidelity(args) => fidelity::run(&args),
+        Command::Mutate(args) => mutate::run(&args),
+        Command::KillSculpt(args) => kill_sculpt::run(&args),
+        Command::Size => size::run(),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,219 @@
+//! The binary as a user meets it.
+#![allow(clippy::print_stderr, reason = "a test that skips says so")]
+
+use std::ffi::OsStr;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+use smoe_testkit::tiny::CheckpointOptions;
+use smoe_testkit::{Golden, TinyModel, compare, compare_greedy, shared_path};
+use tempfile::TempDir;
+
+fn smoe<S: AsRef<OsStr>>(args: &[S]) -> Output {
+    smoe_with(args, "")
+}
+
+fn smoe_with<S: AsRef<OsStr>>(args: &[S], stdin: &str) -> Output {
+    let mut child = Command::new(env!("CARGO_BIN_EXE_smoe"))
+        .args(args)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    // A command that wants no input may be gone already.
+    let _ = child.stdin.take().unwrap().write_all(stdin.as_bytes());
+    child.wait_with_output().unwrap()
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).unwrap()
+}
+
+fn stdout(output: &Output) -> String {
+    assert!(output.status.success(), "{}: {}", output.status, text(&output.stderr));
+    text(&output.stdout)
+}
+
+/// A tiny checkpoint with a tokeniser and a chat template, sculpted.
+fn tiny_vault() -> (TempDir, PathBuf) {
+    let dir = tempfile::tempdir().unwrap();
+    let checkpoint = dir.path().join("checkpoint");
+    std::fs::create_dir(&checkpoint).unwrap();
+    TinyModel::qwen3(4)
+        .write_checkpoint(&checkpoint, CheckpointOptions { tokenizer: true, ..CheckpointOptions::default() });
+    let vault = dir.path().join("vault");
+    stdout(&smoe(&[OsStr::new("sculpt"), checkpoint.as_os_str(), vault.as_os_str()]));
+    (dir, vault)
+}
+
+fn ids(output: &Output) -> Vec<u32> {
+    stdout(output).split_whitespace().map(|id| id.parse().unwrap()).collect()
+}
+
+#[test]
+fn fixtures_meet_their_goldens_from_sculpt_to_tokens() {
+    for family in ["qwen3_moe", "qwen3_moe_tied", "deepseek"] {
+        let Some(checkpoint) = shared_path(&format!("fixtures/{family}")) else { return };
+        let golden = Golden::shared(family).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
+        let (vault, out) = (path("vault"), path("probe.safetensors"));
+        let checkpoint = checkpoint.to_str().unwrap();
+        stdout(&smoe(&["sculpt", checkpoint, &vault, "--bits", "16", "--backbone", "bf16"]));
+        for (i, prompt) in golden.prompts.iter().enumerate() {
+            let tokens = prompt.tokens.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
+            stdout(&smoe(&["probe", &vault, "--tokens-in", &tokens, "--out", &out]));
+            let bytes = std::fs::read(&out).unwrap();
+            let probe = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+            let plane = |name: &str| -> Vec<f32> {
+                let data = probe.tensor(name).unwrap();
+                let values = data.data().chunks_exact(4);
+                values.map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
+            };
+            let spec = smoe_engine::Vault::open(Path::new(&vault)).unwrap().spec;
+            let (hidden, router) = (plane("hidden"), plane("router"));
+            compare(&golden, i, &plane("logits"), Some(&hidden), Some(&router), &spec).assert_passes();
+            let run = smoe(&[
+                "run",
+                &vault,
+                "--tokens-in",
+                &tokens,
+                "--raw-ids",
+                "--ignore-eos",
+                "--temperature",
+                "0",
+                "--max-tokens",
+                "24",
+            ]);
+            compare_greedy(&ids(&run), &prompt.greedy).assert_passes();
+        }
+    }
+}
+
+#[test]
+fn the_bundled_demo_answers_with_no_setup() {
+    let output = smoe(&["demo"]);
+    let answer = stdout(&output);
+    assert!(answer.split_whitespace().count() > 20, "{answer}");
+    assert!(text(&output.stderr).contains("tok/s"), "{}", text(&output.stderr));
+    // The seed is fixed: it answers the same again, whatever the ring.
+    assert_eq!(stdout(&smoe(&["demo", "--ring", "4", "--threads", "1"])), answer);
+    assert!(stdout(&smoe(&["verify", "demo"])).contains("whole"));
+    assert!(stdout(&smoe(&["inspect", "demo", "--json"])).contains("\"qwen3_moe\""));
+    assert!(stdout(&smoe(&["plan", "demo", "--json"])).contains("\"floor_bytes\""));
+}
+
+#[test]
+fn chat_remembers_and_obeys_its_commands() {
+    let lines = "My favourite colour is green.\nTell me more.\n/stats\n/nonsense\n/reset\n/system Be brief.\nHello!\n";
+    let output = smoe_with(&["chat", "demo", "--temperature", "0", "--max-tokens", "40"], lines);
+    let answers = stdout(&output);
+    assert_eq!(answers.lines().filter(|line| !line.trim().is_empty()).count(), 3, "{answers}");
+    let told = text(&output.stderr);
+    assert!(told.contains("no such command") && told.contains("forgotten"), "{told}");
+    assert!(told.contains("kernels"), "{told}");
+}
+
+#[test]
+fn a_conversation_that_does_not_fit_says_so() {
+    let output = smoe_with(&["chat", "demo", "--context", "32"], &"word ".repeat(60));
+    assert!(stdout(&output).trim().is_empty());
+    assert!(text(&output.stderr).contains("of 32 positions"), "{}", text(&output.stderr));
+}
+
+#[test]
+fn prompts_come_as_argument_pipe_or_tokens_and_end_where_they_should() {
+    let (_dir, vault) = tiny_vault();
+    let vault = vault.to_str().unwrap();
+    let run = |more: &[&str], stdin: &str| {
+        smoe_with(&[&["run", vault, "--temperature", "0", "--max-tokens", "12"], more].concat(), stdin)
+    };
+    let argument = stdout(&run(&["--raw-ids", "hello"], ""));
+    assert_eq!(stdout(&run(&["--raw-ids"], "hello\n")), argument);
+    // The byte tokeniser: ids are bytes; without a template the prompt stands as it is.
+    let plain = stdout(&run(&["--raw-ids", "--no-template", "hi"], ""));
+    assert_eq!(stdout(&run(&["--raw-ids", "--tokens-in", "104,105"], "")), plain);
+    assert_ne!(plain, argument);
+    // Stop strings cut the text, wherever tokens end.
+    let whole = stdout(&run(&["--no-template", "--ignore-eos", "hi"], ""));
+    let stop: String = whole.chars().skip(2).take(1).collect();
+    let cut = stdout(&run(&["--no-template", "--ignore-eos", "--stop", &stop, "hi"], ""));
+    assert_eq!(cut.trim_end_matches('\n'), whole.split(&stop).next().unwrap());
+    // Ids only: nothing else on stdout.
+    assert_eq!(ids(&run(&["--raw-ids", "--ignore-eos", "hi"], "")).len(), 12);
+}
+
+#[test]
+fn damage_is_named_and_never_answered() {
+    let (_dir, vault) = tiny_vault();
+    let args = |vault: &Path| {
+        let vault = vault.to_str().unwrap();
+        ["run", vault, "--raw-ids", "--tokens-in", "1,2,3", "--temperature", "0", "--max-tokens", "8"]
+            .map(str::to_owned)
+    };
+    let expected = stdout(&smoe(&args(&vault)));
+    let names: Vec<_> = std::fs::read_dir(&vault).unwrap().map(|e| e.unwrap().file_name()).collect();
+    assert!(names.len() >= 4, "{names:?}");
+    for name in names {
+        let file = vault.join(&name);
+        let whole = std::fs::read(&file).unwrap();
+        let mut damages: Vec<Vec<u8>> = vec![whole[..whole.len() / 2].to_vec(), Vec::new()];
+        for i in 0..5 {
+            let mut flipped = whole.clone();
+            let at = (whole.len() - 1) * i / 4;
+            flipped[at] ^= 0x10;
+            damages.push(flipped);
+        }
+        for damaged in damages {
+            std::fs::write(&file, &damaged).unwrap();
+            let verify = smoe(&["verify", vault.to_str().unwrap()]);
+            assert_eq!(verify.status.code(), Some(1), "{name:?}");
+            assert!(text(&verify.stdout).contains(name.to_str().unwrap()), "{}", text(&verify.stdout));
+            let run = smoe(&args(&vault));
+            match run.status.code() {
+                Some(0) => assert_eq!(text(&run.stdout), expected, "{name:?}"),
+                Some(1) => assert!(text(&run.stderr).contains("error: "), "{}", text(&run.stderr)),
+                other => panic!("{name:?}: {other:?}"),
+            }
+        }
+        std::fs::write(&file, &whole).unwrap();
+    }
+    assert_eq!(stdout(&smoe(&args(&vault))), expected);
+}
+
+#[test]
+fn templates_render_exactly_and_their_errors_are_failures() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("t.jinja");
+    std::fs::write(
+        &file,
+        "{%- if not messages %}{{ raise_exception('no messages') }}{% endif %}\
+         {{ messages[0].content }} {{ strftime_now('%Y-%m-%d') }}{% if tools %} tools{% endif %}",
+    )
+    .unwrap();
+    let file = file.to_str().unwrap();
+    let input = r#"{"messages": [{"role": "user", "content": "hi"}], "tools": null,
+        "strftime_now": "2026-01-02 03:04:05"}"#;
+    assert_eq!(stdout(&smoe_with(&["template", file], input)), "hi 2026-01-02");
+    let failed = smoe_with(&["template", file], r#"{"messages": []}"#);
+    assert_eq!(failed.status.code(), Some(1));
+    assert!(text(&failed.stderr).contains("no messages"));
+    assert_eq!(smoe_with(&["template", file], "not json").status.code(), Some(1));
+}
+
+#[test]
+fn wrong_usage_is_2_a_failure_is_1_and_both_say_what_to_do() {
+    let code = |args: &[&str]| smoe(args).status.code();
+    assert_eq!(code(&[]), Some(2));
+    assert_eq!(code(&["run", "demo", "--temperature", "warm", "x"]), Some(2));
+    assert_eq!(code(&["run", "demo", "--ring", "lots", "x"]), Some(2));
+    assert_eq!(code(&["run", "/no/such/vault", "x"]), Some(1));
+    let error = |args: &[&str]| text(&smoe(args).stderr);
+    assert!(error(&["run", "demo", "--ring", "1", "x"]).contains("--ring"));
+    assert!(error(&["run", "demo", "--memory", "1M", "x"]).contains("--memory"));
+    assert!(error(&["run", "demo", "--tokens-in", "99999"]).contains("99999"));
+    assert!(error(&["run", "demo", "--temperature", "-1", "x"]).contains("temperature"));
+    assert!(text(&smoe(&["--help"]).stdout).contains("sculpt"));
+}

@@ -1,0 +1,234 @@
+//! `cargo xtask fidelity`: what each bit width does to a model's answers (EXP-FIDELITY-01).
+//!
+//! Every recipe is sculpted and computes the same dialogues as the 16-bit vault beside it, one dialogue at a
+//! time, so that only one dialogue's reference is ever held. Scored are the positions that predict a token of an
+//! answer; text that every dialogue repeats would flatter the figures.
+
+mod report;
+mod score;
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
+use std::time::Instant;
+
+use serde_json::Value;
+use smoe_engine::plan::PlanRequest;
+use smoe_engine::{Engine, EngineOptions, KvType, Vault};
+use smoe_format::file_name;
+use smoe_sculpt::{BackboneBits, Settings, sculpt};
+use smoe_testkit::shared_path;
+use smoe_text::{ChatTemplate, ModelText, TemplateInput, Tokenizer};
+use tempfile::TempDir;
+
+use crate::{Result, workspace};
+use report::Report;
+use score::{Logits, Reference, Scores};
+
+/// `cargo xtask fidelity`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// The checkpoint, with heldout.jsonl beside its weights [default: the shared demo-model]
+    #[arg(long, value_name = "DIR")]
+    checkpoint: Option<PathBuf>,
+    /// Only the first N dialogues; the table is then printed and not written, unless --out is given
+    #[arg(long, value_name = "N")]
+    dialogues: Option<usize>,
+    /// Where the table goes [default: docs/experiments/fidelity.md]
+    #[arg(long, value_name = "FILE")]
+    out: Option<PathBuf>,
+}
+
+/// A vault and how to compute with it.
+#[derive(Clone, Copy, Debug)]
+struct Recipe {
+    bits: u8,
+    backbone: BackboneBits,
+    exact: bool,
+    kv: Option<KvType>,
+}
+
+/// The widths, finest first; 16 is the reference.
+const BITS: [u8; 6] = [8, 6, 5, 4, 3, 2];
+
+impl Recipe {
+    const REFERENCE: Self = Self { bits: 16, backbone: BackboneBits::Bf16, exact: false, kv: None };
+    const SHIPPED: Self = Self { bits: 4, backbone: BackboneBits::Q8, exact: false, kv: None };
+
+    /// All of them, the reference first.
+    fn all() -> Vec<Self> {
+        let plain = BITS.map(|bits| Self { bits, ..Self::REFERENCE });
+        let exact = BITS.map(|bits| Self { bits, exact: true, ..Self::REFERENCE });
+        let kv = Self { kv: Some(KvType::Q8), ..Self::SHIPPED };
+        [Self::REFERENCE].into_iter().chain(plain).chain(exact).chain([Self::SHIPPED, kv]).collect()
+    }
+
+    fn label(self) -> String {
+        let bits = if self.bits == 16 { "bf16".to_owned() } else { format!("{} bits", self.bits) };
+        let mut label = format!("{bits}, backbone {}", self.backbone);
+        if self.exact {
+            label += ", --exact";
+        }
+        match self.kv {
+            Some(kv) => label + &format!(", --kv {}", format!("{kv:?}").to_lowercase()),
+            None => label,
+        }
+    }
+}
+
+/// A recipe at work.
+struct Subject {
+    recipe: Recipe,
+    engine: Engine,
+    /// Codes and scales of the routed experts, per weight; padding is not counted.
+    weight_bits: f64,
+    scores: Scores,
+}
+
+/// Runs the command.
+pub fn run(args: &Args) -> Result<()> {
+    let start = Instant::now();
+    let (checkpoint, is_demo) = match &args.checkpoint {
+        Some(path) => (path.clone(), false),
+        None => (shared_path("demo-model").ok_or("name a checkpoint with --checkpoint")?, true),
+    };
+    let mut dialogues = Dialogues::open(&checkpoint)?;
+    let all = dialogues.messages.len();
+    dialogues.messages.truncate(args.dialogues.unwrap_or(all));
+    let count = dialogues.messages.len();
+
+    let scratch = tempfile::tempdir()?;
+    let mut subjects =
+        Recipe::all().into_iter().map(|r| open(r, &checkpoint, &scratch)).collect::<Result<Vec<_>>>()?;
+    let vocab_size = subjects[0].engine.spec().vocab_size;
+    let mut logits = Logits::new(vocab_size);
+    let (mut tokens_seen, mut answers_seen) = (0, 0);
+    for index in 0..count {
+        let dialogue = dialogues.render(index)?;
+        tokens_seen += dialogue.tokens.len();
+        answers_seen += dialogue.answer.iter().filter(|answer| **answer).count();
+        let mut reference: Option<Reference> = None;
+        for subject in &mut subjects {
+            logits.compute(&mut subject.engine, &dialogue.tokens)?;
+            let reference =
+                reference.get_or_insert_with(|| Reference::new(&logits, &dialogue.tokens, &dialogue.answer));
+            subject.scores.add(index, reference, &logits);
+        }
+        if (index + 1) % 20 == 0 || index + 1 == count {
+            let seconds = start.elapsed().as_secs();
+            eprintln!("{} of {count} dialogues, {seconds} s", index + 1);
+        }
+    }
+
+    let info = subjects[0].engine.info();
+    let mut command = "cargo xtask fidelity".to_owned();
+    if let Some(n) = args.dialogues {
+        command += &format!(" --dialogues {n}");
+    }
+    let report = Report {
+        command,
+        commit: workspace::commit(),
+        machine: format!("{}, {} kernels, {} threads", workspace::cpu(), info.kernels, info.plan.threads),
+        model: if is_demo { "demo-model".to_owned() } else { checkpoint.display().to_string() },
+        dialogues: count,
+        tokens: tokens_seen,
+        answers: answers_seen,
+        subjects: &subjects,
+    };
+    let text = report.text();
+    println!("{text}");
+    if is_demo && count == all {
+        report.check_card()?;
+    }
+    eprintln!("{} s in all", start.elapsed().as_secs());
+    match (&args.out, args.dialogues) {
+        (Some(path), _) => report::write(path, &text),
+        (None, None) => report::write(&workspace::root().join("docs/experiments/fidelity.md"), &text),
+        (None, Some(_)) => Ok(()),
+    }
+}
+
+/// Sculpts a recipe's vault, if it is not there, and opens it.
+fn open(recipe: Recipe, checkpoint: &Path, scratch: &TempDir) -> Result<Subject> {
+    let path = scratch.path().join(format!("{}-{}", recipe.bits, recipe.backbone));
+    let settings = Settings { bits: recipe.bits, backbone: recipe.backbone, ..Settings::default() };
+    sculpt(checkpoint, &path, &settings, &(), &AtomicBool::new(false))?;
+    let vault = Vault::open(&path)?;
+    let options = EngineOptions {
+        // Room for all experts of the demo model; what a vault does not need is not claimed.
+        plan: PlanRequest { memory: Some(512 << 20), kv: recipe.kv, ..PlanRequest::default() },
+        exact: recipe.exact,
+        kernels: std::env::var("SMOE_KERNELS").ok().filter(|name| !name.is_empty()),
+        ..EngineOptions::default()
+    };
+    let tensors = || vault.experts.layers.iter().flat_map(|layer| &layer.tensors);
+    let weights: usize = tensors().map(|tensor| tensor.rows * tensor.cols).sum();
+    let bytes: usize = tensors().map(|tensor| tensor.len).sum();
+    Ok(Subject {
+        recipe,
+        engine: Engine::open(&vault, &options)?,
+        weight_bits: 8.0 * bytes as f64 / weights as f64,
+        scores: Scores::default(),
+    })
+}
+
+/// A rendered dialogue.
+struct Dialogue {
+    tokens: Vec<u32>,
+    /// The token belongs to an answer: its text or the mark that ends it.
+    answer: Vec<bool>,
+}
+
+/// The held-out dialogues and the model's own way to render them.
+struct Dialogues {
+    messages: Vec<Value>,
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    /// What stands before an answer.
+    opening: Vec<u32>,
+    /// What ends it.
+    end: u32,
+}
+
+impl Dialogues {
+    fn open(checkpoint: &Path) -> Result<Self> {
+        let text = ModelText::load(&|name| std::fs::read(checkpoint.join(name)).ok())?;
+        let template = text.chat_template.ok_or("the checkpoint has no chat template")?;
+        let tokenizer =
+            text.tokenizer.ok_or_else(|| format!("the checkpoint has no {}", file_name::SIDE_FILES[2]))?;
+        let lines = std::fs::read_to_string(checkpoint.join("heldout.jsonl"))?;
+        let messages = lines
+            .lines()
+            .map(|line| Ok(serde_json::from_str::<Value>(line)?["messages"].take()))
+            .collect::<Result<Vec<_>>>()?;
+        let opening = tokenizer.encode("<|im_start|>assistant\n")?;
+        let end = tokenizer.token_to_id("<|im_end|>").ok_or("the tokenizer has no <|im_end|>")?;
+        Ok(Self { messages, template, tokenizer, opening, end })
+    }
+
+    fn render(&self, index: usize) -> Result<Dialogue> {
+        let messages = &self.messages[index];
+        let text =
+            self.template.render(&TemplateInput { messages: messages.clone(), ..Default::default() })?;
+        let tokens = self.tokenizer.encode(&text)?;
+        let mut answer = vec![false; tokens.len()];
+        let mut found = 0;
+        let mut at = 0;
+        while at < tokens.len() {
+            if tokens[at..].starts_with(&self.opening) {
+                at += self.opening.len();
+                found += 1;
+                let len = tokens[at..].iter().position(|&t| t == self.end).ok_or("an answer has no end")? + 1;
+                answer[at..at + len].fill(true);
+                at += len;
+            } else {
+                at += 1;
+            }
+        }
+        let is_answer = |message: &&Value| message["role"] == "assistant";
+        let expected = messages.as_array().map_or(0, |m| m.iter().filter(is_answer).count());
+        if found != expected {
+            return Err(format!("dialogue {index}: {found} of {expected} answers found").into());
+        }
+        Ok(Dialogue { tokens, answer })
+    }
+}

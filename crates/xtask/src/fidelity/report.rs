@@ -1,0 +1,176 @@
+//! The tables, and their place in the experiment log.
+
+use std::fmt::Write as _;
+use std::path::Path;
+
+use smoe_testkit::kl::DocumentMean;
+
+use super::Subject;
+use super::score::Scores;
+use crate::Result;
+
+const BEGIN: &str = "<!-- begin: written by `cargo xtask fidelity` -->";
+const END: &str = "<!-- end -->";
+
+/// Draws of the standard errors, as in `testkit::kl`.
+const RESAMPLES: usize = 1000;
+const SEED: u64 = 0x5eed;
+
+/// Mean losses of the demo model over `heldout.jsonl` by its model card (transformers, f32): answers, all tokens.
+const CARD: (f64, f64) = (1.205, 0.888);
+/// The card has three decimals.
+const CARD_TOLERANCE: f64 = 0.0006;
+
+/// Mean KL of a prototype in Python with f32 activations, plain rounding in groups of 64, backbone untouched,
+/// over the dialogues whose index 3 does not divide.
+const PROTOTYPE: [(u8, f64); 6] =
+    [(8, 0.00017), (6, 0.00099), (5, 0.00264), (4, 0.00912), (3, 0.0367), (2, 0.232)];
+
+/// What a run found.
+pub struct Report<'a> {
+    pub command: String,
+    pub commit: String,
+    pub machine: String,
+    pub model: String,
+    pub dialogues: usize,
+    pub tokens: usize,
+    pub answers: usize,
+    pub subjects: &'a [Subject],
+}
+
+impl Report<'_> {
+    /// Conditions and tables.
+    pub fn text(&self) -> String {
+        let mut text = String::new();
+        self.conditions(&mut text);
+        self.table(&mut text);
+        self.comparison(&mut text);
+        text
+    }
+
+    fn conditions(&self, text: &mut String) {
+        line(text, &format!("- command: `{}`", self.command));
+        line(text, &format!("- commit: {}", self.commit));
+        line(text, &format!("- machine: {}", self.machine));
+        line(
+            text,
+            &format!(
+                "- text: {} dialogues of {}'s `heldout.jsonl`, {} tokens, {} scored, {} of them in answers",
+                self.dialogues,
+                self.model,
+                self.tokens,
+                self.tokens - self.dialogues,
+                self.answers
+            ),
+        );
+    }
+
+    fn table(&self, text: &mut String) {
+        line(text, "");
+        line(
+            text,
+            "| recipe | bits per expert weight | perplexity, answers | perplexity, all tokens | KL, nats | top-1, % |",
+        );
+        line(text, "| --- | ---: | ---: | ---: | ---: | ---: |");
+        for subject in self.subjects {
+            let Scores { answers, all_nll, .. } = &subject.scores;
+            let kl = if subject.recipe.bits == 16 { "0".to_owned() } else { with_error(&answers.kl) };
+            line(
+                text,
+                &format!(
+                    "| {} | {:.2} | {:.3} | {:.3} | {kl} | {:.2} |",
+                    subject.recipe.label(),
+                    subject.weight_bits,
+                    answers.nll.mean().exp(),
+                    all_nll.mean().exp(),
+                    100.0 * answers.top1.mean(),
+                ),
+            );
+        }
+        let Scores { answers, all_nll, .. } = &self.subjects[0].scores;
+        line(text, "");
+        line(
+            text,
+            &format!(
+                "Mean loss of the bf16 vault: {:.4} nats on answers, {:.4} on all tokens.",
+                answers.nll.mean(),
+                all_nll.mean()
+            ),
+        );
+    }
+
+    fn comparison(&self, text: &mut String) {
+        let prototype = &self.subjects[0].scores.prototype.nll;
+        line(text, "");
+        line(
+            text,
+            &format!(
+                "Against a prototype in Python, over the {} dialogues ({} answer tokens) whose index 3 does not divide:",
+                prototype.documents(),
+                prototype.tokens()
+            ),
+        );
+        line(text, "");
+        line(
+            text,
+            "| bits | prototype KL | KL, `--exact` | KL, int8 activations | perplexity, int8 | top-1, int8, % |",
+        );
+        line(text, "| ---: | ---: | ---: | ---: | ---: | ---: |");
+        for (bits, expected) in PROTOTYPE {
+            let find = |exact| {
+                self.subjects
+                    .iter()
+                    .find(|s| s.recipe.bits == bits && s.recipe.exact == exact)
+                    .map(|s| &s.scores.prototype)
+            };
+            let (Some(exact), Some(coded)) = (find(true), find(false)) else { continue };
+            line(
+                text,
+                &format!(
+                    "| {bits} | {expected} | {} | {} | {:.3} | {:.2} |",
+                    with_error(&exact.kl),
+                    with_error(&coded.kl),
+                    coded.nll.mean().exp(),
+                    100.0 * coded.top1.mean()
+                ),
+            );
+        }
+    }
+
+    /// That the bf16 vault reproduces the model card: the check that the scoring is right.
+    pub fn check_card(&self) -> Result<()> {
+        let Scores { answers, all_nll, .. } = &self.subjects[0].scores;
+        let found = (answers.nll.mean(), all_nll.mean());
+        let off = |found: f64, card: f64| (found - card).abs() > CARD_TOLERANCE;
+        if off(found.0, CARD.0) || off(found.1, CARD.1) {
+            return Err(format!("losses of {found:.4?} instead of {CARD:?}: the scoring is wrong").into());
+        }
+        Ok(())
+    }
+}
+
+fn line(text: &mut String, line: &str) {
+    writeln!(text, "{line}").expect("strings grow");
+}
+
+/// A mean and its standard error, as many digits as the error bears.
+fn with_error(mean: &DocumentMean) -> String {
+    let error = mean.standard_error(|m| m, RESAMPLES, SEED);
+    let places = if error > 0.0 { (1.0 - error.log10().floor()).clamp(2.0, 9.0) as usize } else { 6 };
+    format!("{:.places$} ± {error:.places$}", mean.mean())
+}
+
+/// Puts `text` between the marks of the file at `path`; a file that is not there is begun.
+pub fn write(path: &Path, text: &str) -> Result<()> {
+    let old = match std::fs::read_to_string(path) {
+        Ok(old) => old,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => format!("# Fidelity\n\n{BEGIN}\n{END}\n"),
+        Err(e) => return Err(format!("{}: {e}", path.display()).into()),
+    };
+    let marks = old.split_once(BEGIN).and_then(|(head, rest)| Some((head, rest.split_once(END)?.1)));
+    let (head, tail) =
+        marks.ok_or_else(|| format!("{}: the lines `{BEGIN}` and `{END}` are missing", path.display()))?;
+    std::fs::write(path, format!("{head}{BEGIN}\n\n{text}\n{END}{tail}"))?;
+    eprintln!("written to {}", path.display());
+    Ok(())
+}
