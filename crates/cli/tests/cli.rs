@@ -1,5 +1,5 @@
 //! The binary as a user meets it.
-#![allow(clippy::print_stderr, reason = "a test that skips says so")]
+#![allow(clippy::unwrap_used, reason = "a test stops at the first surprise")]
 
 use std::ffi::OsStr;
 use std::io::Write;

@@ -341,7 +341,7 @@ impl Engine {
 
     /// Draws from [`Self::logits`], which penalties and bias change.
     pub fn sample(&mut self, sampler: &mut Sampler) -> u32 {
-        sampler.sample(&mut self.logits)
+        sampler.sample(self.kernels, &mut self.logits)
     }
 
     /// Generates from where [`Self::sync`] left the session, telling `on_token` each new token as it comes,

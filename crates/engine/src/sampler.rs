@@ -7,6 +7,8 @@
 use std::cmp::{Ordering, Reverse};
 use std::collections::BinaryHeap;
 
+use smoe_kernels::Kernels;
+
 use crate::EngineError;
 
 /// How to choose the next token.
@@ -162,9 +164,10 @@ impl Sampler {
     }
 
     /// Chooses a token and counts it. `logits` are changed by penalties and bias.
-    pub fn sample(&mut self, logits: &mut [f32]) -> u32 {
+    pub fn sample(&mut self, kernels: Kernels, logits: &mut [f32]) -> u32 {
         self.penalise(logits);
-        let id = if self.sampling.temperature == 0.0 { argmax(logits) } else { self.draw(logits) };
+        let greedy = self.sampling.temperature == 0.0;
+        let id = if greedy { kernels.argmax(logits) } else { self.draw(logits) };
         self.count(id, 1);
         id
     }
@@ -238,18 +241,6 @@ impl Sampler {
     }
 }
 
-/// The largest logit; the lowest id at ties; NaN counts as smallest.
-#[must_use]
-pub fn argmax(logits: &[f32]) -> u32 {
-    let mut best = (0, f32::NEG_INFINITY);
-    for (id, &logit) in logits.iter().enumerate() {
-        if logit > best.1 {
-            best = (id as u32, logit);
-        }
-    }
-    best.0
-}
-
 /// SplitMix64 (Steele, Lea and Flood 2014): the seed is the state, any seed is good.
 #[derive(Debug)]
 struct SplitMix64(u64);
@@ -282,7 +273,7 @@ mod tests {
         let mut counts = [0.0; 5];
         for _ in 0..20_000 {
             s.begin(&[]);
-            counts[s.sample(&mut logits.clone()) as usize] += 1.0 / 20_000.0;
+            counts[s.sample(Kernels::detect(), &mut logits.clone()) as usize] += 1.0 / 20_000.0;
         }
         counts
     }
@@ -291,7 +282,10 @@ mod tests {
 
     #[test]
     fn greedy_takes_the_largest_and_the_lowest_id_at_ties() {
-        assert_eq!(sampler(Sampling::default()).sample(&mut [0.0, 2.0, 2.0, f32::NAN, 1.0]), 1);
+        assert_eq!(
+            sampler(Sampling::default()).sample(Kernels::detect(), &mut [0.0, 2.0, 2.0, f32::NAN, 1.0]),
+            1
+        );
     }
 
     #[test]
@@ -325,14 +319,14 @@ mod tests {
         });
         s.begin(&[1, 4]);
         let mut logits = LOGITS;
-        assert_eq!(s.sample(&mut logits), 4);
+        assert_eq!(s.sample(Kernels::detect(), &mut logits), 4);
         assert_eq!(logits, [1.0, 1.5, 2.0, 0.0, 8.0]);
         let mut logits = LOGITS;
-        s.sample(&mut logits);
+        s.sample(Kernels::detect(), &mut logits);
         assert_eq!(logits, [1.0, 1.5, 2.0, 0.0, 7.25]);
         s.begin(&[]);
         let mut logits = LOGITS;
-        s.sample(&mut logits);
+        s.sample(Kernels::detect(), &mut logits);
         assert_eq!(logits[1], 3.0);
     }
 
@@ -340,7 +334,7 @@ mod tests {
     fn the_same_seed_draws_the_same_tokens() {
         let draws = |seed| {
             let mut s = sampler(Sampling { temperature: 2.0, seed, ..Sampling::default() });
-            (0..50).map(|_| s.sample(&mut LOGITS.clone())).collect::<Vec<_>>()
+            (0..50).map(|_| s.sample(Kernels::detect(), &mut LOGITS.clone())).collect::<Vec<_>>()
         };
         assert_eq!(draws(1337), draws(1337));
         assert_ne!(draws(1337), draws(1338));

@@ -1,4 +1,5 @@
 //! Sessions: reuse of prefixes, cancellation, limits, faults.
+#![allow(clippy::unwrap_used, reason = "a test stops at the first surprise")]
 
 mod common;
 

@@ -1,5 +1,6 @@
 //! What the engine's tests share: vaults, engines of every setting, and a recording observer.
 #![allow(dead_code, reason = "each test binary uses its own part")]
+#![allow(clippy::unwrap_used, reason = "a test stops at the first surprise")]
 
 use std::ops::ControlFlow;
 use std::path::Path;
