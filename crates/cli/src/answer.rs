@@ -31,14 +31,28 @@ pub struct Asker<'a> {
 /// An answer and its figures.
 #[derive(Debug)]
 pub struct Answer {
-    /// New tokens, an end token included.
-    pub tokens: Vec<u32>,
     /// The text that was emitted.
     pub text: String,
     /// Why it ended.
     pub finish: Finish,
+    /// Ctrl-C ended it.
+    pub interrupted: bool,
     /// What it cost.
     pub figures: Figures,
+}
+
+/// A part of an answer, as soon as it is final.
+#[derive(Debug, Clone, Copy)]
+pub enum Piece<'a> {
+    /// A new token.
+    Token {
+        /// Its id.
+        id: u32,
+        /// It is the answer's first.
+        first: bool,
+    },
+    /// Text.
+    Text(&'a str),
 }
 
 /// What an answer cost.
@@ -82,12 +96,13 @@ impl Asker<'_> {
     /// Computes the prompt and generates, handing text on as soon as it is final.
     ///
     /// Ctrl-C ends the answer and keeps what there is; during the prompt it is [`Failure::Interrupted`].
+    /// When a read fails, what was held back is handed on before the error is returned.
     pub fn answer(
         &mut self,
         prompt: &[u32],
-        emit: &mut dyn FnMut(&str) -> std::io::Result<()>,
+        emit: &mut dyn FnMut(Piece<'_>) -> std::io::Result<()>,
     ) -> Result<Answer, Failure> {
-        let flag = interrupt::flag();
+        let flag = interrupt::fresh();
         let before = self.engine.store_snapshot();
         let start = Instant::now();
         let mut bar = None;
@@ -117,29 +132,32 @@ impl Asker<'_> {
         let mut first = None;
         let mut failed = None;
         let end_tokens = &self.limits.end_tokens;
-        let mut pass_on = |piece: &str, text: &mut String| {
-            text.push_str(piece);
-            emit(piece)
-        };
         let mut on_token = |token: u32| {
             first.get_or_insert_with(|| start.elapsed());
+            let told = emit(Piece::Token { id: token, first: tokens.is_empty() });
             tokens.push(token);
-            if interrupt::take() {
-                return ControlFlow::Break(());
+            let told = told.and_then(|()| match &mut detokeniser {
+                Some(detokeniser) if !end_tokens.contains(&token) => {
+                    let step = matcher.push(&detokeniser.push(token));
+                    text.push_str(&step.emit);
+                    emit(Piece::Text(&step.emit))
+                }
+                _ => Ok(()),
+            });
+            match told {
+                Ok(()) if matcher.stopped().is_none() => ControlFlow::Continue(()),
+                Ok(()) => ControlFlow::Break(()),
+                Err(error) => {
+                    failed = Some(error);
+                    ControlFlow::Break(())
+                }
             }
-            if end_tokens.contains(&token) {
-                return ControlFlow::Continue(());
-            }
-            let Some(detokeniser) = &mut detokeniser else { return ControlFlow::Continue(()) };
-            let step = matcher.push(&detokeniser.push(token));
-            if let Err(e) = pass_on(&step.emit, &mut text) {
-                failed = Some(e);
-                return ControlFlow::Break(());
-            }
-            if step.stopped.is_some() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
         };
-        let finish = self.engine.generate(self.session, self.sampler, self.limits, &mut on_token)?;
+        let mut control = Control::cancelled_by(flag);
+        let finish =
+            self.engine.generate(self.session, self.sampler, self.limits, &mut control, &mut on_token);
         let total = start.elapsed();
+        let interrupted = interrupt::take();
         if let Some(error) = failed {
             return Err(error.into());
         }
@@ -150,8 +168,10 @@ impl Asker<'_> {
             if matcher.stopped().is_none() {
                 rest.push_str(&matcher.finish());
             }
-            pass_on(&rest, &mut text)?;
+            text.push_str(&rest);
+            emit(Piece::Text(&rest))?;
         }
+        let finish = finish?;
         let first = first.unwrap_or(total);
         let figures = Figures {
             synced,
@@ -160,6 +180,6 @@ impl Asker<'_> {
             rest: total.saturating_sub(first),
             store: self.engine.store_snapshot() - before,
         };
-        Ok(Answer { tokens, text, finish, figures })
+        Ok(Answer { text, finish, interrupted, figures })
     }
 }

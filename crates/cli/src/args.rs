@@ -84,6 +84,7 @@ impl MachineArgs {
             threads: self.threads,
             kv: self.kv,
             sessions: 1,
+            reserved: 0,
         }
     }
 
@@ -135,8 +136,13 @@ pub struct SamplingArgs {
 impl SamplingArgs {
     /// The settings, with the model's own defaults for what was not given.
     pub fn settings(&self, model: &GenerationDefaults) -> Sampling {
-        // A model that says `do_sample: false` is greedy unless asked otherwise.
-        let temperature = if model.do_sample == Some(false) { 0.0 } else { model.temperature.unwrap_or(0.0) };
+        // A model that says `do_sample: false` is greedy unless asked otherwise, one that says true has the
+        // reference's default temperature, and one that says neither has what temperature it names.
+        let temperature = match model.do_sample {
+            Some(false) => 0.0,
+            Some(true) => model.temperature.unwrap_or(1.0),
+            None => model.temperature.unwrap_or(0.0),
+        };
         Sampling {
             temperature: self.temperature.unwrap_or(temperature),
             top_k: self.top_k.or(model.top_k.map(|k| k as usize)).unwrap_or(0),
@@ -395,6 +401,10 @@ mod tests {
         (model.temperature, model.top_k) = (Some(0.6), Some(20));
         let settings = SamplingArgs::default().settings(&model);
         assert_eq!((settings.temperature, settings.top_k), (0.6, 20));
+        model.do_sample = Some(false);
+        assert_eq!(SamplingArgs::default().settings(&model).temperature, 0.0);
+        (model.do_sample, model.temperature) = (Some(true), None);
+        assert_eq!(SamplingArgs::default().settings(&model).temperature, 1.0);
         let given = SamplingArgs { temperature: Some(0.0), ..Default::default() };
         assert_eq!(given.settings(&model).temperature, 0.0);
     }

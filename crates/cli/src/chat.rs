@@ -3,7 +3,7 @@
 //! The whole conversation is rendered anew each turn, as the model's own template has it; the session keeps
 //! what it already holds of it, so a turn costs its new tokens only.
 
-use std::io::{self, IsTerminal, Write};
+use std::io::{self, BufRead, IsTerminal, Write};
 use std::path::PathBuf;
 
 use rustyline::error::ReadlineError;
@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use smoe_engine::{Engine, Finish, Limits, Sampler, Session};
 use smoe_text::{ChatTemplate, ModelText, Tokenizer};
 
-use crate::answer::{Answer, Asker};
+use crate::answer::{Answer, Asker, Figures, Piece};
 use crate::args::ChatArgs;
 use crate::failure::Failure;
 use crate::{model, run};
@@ -35,7 +35,7 @@ pub fn chat(args: &ChatArgs) -> Result<(), Failure> {
             "this vault has no tokenizer or no chat template: `smoe run --no-template` or --tokens-in serve it",
         ));
     };
-    let mut engine = model::open_engine(&vault, &args.machine.options())?;
+    let mut engine = model::open_engine(&vault, &args.machine, model::text_bytes(&vault))?;
     let settings = args.sampling.settings(&text.defaults);
     let sampler = Sampler::new(settings, engine.spec().vocab_size)?;
     let session = engine.open_session()?;
@@ -51,9 +51,7 @@ pub fn chat(args: &ChatArgs) -> Result<(), Failure> {
         last: None,
         answered: 0,
     };
-    let result = talk.converse(&mut engine);
-    engine.close_session(talk.session);
-    result
+    talk.converse(&mut engine)
 }
 
 struct Talk<'a> {
@@ -66,7 +64,7 @@ struct Talk<'a> {
     turns: Vec<Value>,
     system: Option<String>,
     max_tokens: usize,
-    last: Option<Answer>,
+    last: Option<Figures>,
     answered: usize,
 }
 
@@ -114,14 +112,19 @@ impl Talk<'_> {
                 self.turns.pop();
                 return Ok(());
             }
-            Err(Failure::Interrupted) => {
-                eprintln!("stopped before the first token; what was computed is kept");
+            Err(failure) => {
+                // The conversation outlives a failed answer: the next one asks for the expert again.
+                match failure {
+                    Failure::Interrupted => {
+                        eprintln!("stopped before the first token; what was computed is kept");
+                    }
+                    failure => eprintln!("\nerror: {failure}"),
+                }
                 self.turns.pop();
                 return Ok(());
             }
-            Err(failure) => return Err(failure),
         };
-        println!();
+        say!();
         match answer.finish {
             Finish::Stopped => eprintln!("[stopped]"),
             Finish::Length => eprintln!("[the limit of {} tokens]", self.max_tokens),
@@ -133,7 +136,7 @@ impl Talk<'_> {
         }
         self.turns.push(json!({"role": "assistant", "content": answer.text.clone()}));
         self.answered += 1;
-        self.last = Some(answer);
+        self.last = Some(answer.figures);
         Ok(())
     }
 
@@ -152,13 +155,7 @@ impl Talk<'_> {
                 return Ok(None);
             }
             eprintln!("the context is full: the conversation needs {} of {context} positions", prompt.len());
-            let dropped = if lines.interactive {
-                let reply = lines.next("drop the oldest turn? [Y/n] ")?;
-                reply.is_some_and(|reply| !reply.trim().eq_ignore_ascii_case("n"))
-            } else {
-                false
-            };
-            if !dropped {
+            if !(lines.interactive && lines.agree("drop the oldest turn? [Y/n] ")?) {
                 eprintln!("kept; /reset forgets the conversation");
                 return Ok(None);
             }
@@ -176,9 +173,12 @@ impl Talk<'_> {
             limits: &limits,
             stops: &[],
         }
-        .answer(&prompt, &mut |piece| {
-            out.write_all(piece.as_bytes())?;
-            out.flush()
+        .answer(&prompt, &mut |piece| match piece {
+            Piece::Text(text) => {
+                out.write_all(text.as_bytes())?;
+                out.flush()
+            }
+            Piece::Token { .. } => Ok(()),
         })
         .map(Some)
     }
@@ -194,7 +194,7 @@ impl Talk<'_> {
     fn print_stats(&self, engine: &Engine) {
         let info = engine.info();
         match &self.last {
-            Some(answer) => eprintln!("last answer  {}", answer.figures),
+            Some(figures) => eprintln!("last answer  {figures}"),
             None => eprintln!("last answer  none yet"),
         }
         eprintln!(
@@ -230,7 +230,7 @@ impl Lines {
         if !interactive {
             return Ok(Self { editor: None, history: None, interactive });
         }
-        let config = Config::builder().auto_add_history(true).max_history_size(1000)?.build();
+        let config = Config::builder().max_history_size(1000)?.build();
         let mut editor = Editor::with_config(config)?;
         let history = history_path();
         if let Some(path) = &history {
@@ -242,9 +242,30 @@ impl Lines {
 
     /// The next line; `None` at the end. Ctrl-C drops the line that is being typed.
     fn next(&mut self, prompt: &str) -> Result<Option<String>, Failure> {
+        let line = self.read(prompt)?;
+        if let (Some(editor), Some(line)) = (&mut self.editor, &line) {
+            editor.add_history_entry(line)?;
+        }
+        Ok(line)
+    }
+
+    /// Asks until the answer is yes (or nothing) or no; the end of input is no. Not in the history.
+    fn agree(&mut self, question: &str) -> Result<bool, Failure> {
+        loop {
+            let Some(reply) = self.read(question)? else { return Ok(false) };
+            match reply.trim().to_ascii_lowercase().as_str() {
+                "" | "y" | "yes" => return Ok(true),
+                "n" | "no" => return Ok(false),
+                _ => eprintln!("y or n"),
+            }
+        }
+    }
+
+    fn read(&mut self, prompt: &str) -> Result<Option<String>, Failure> {
         let Some(editor) = &mut self.editor else {
-            let mut line = String::new();
-            return Ok((io::stdin().read_line(&mut line)? > 0).then_some(line));
+            let mut line = Vec::new();
+            io::stdin().lock().read_until(b'\n', &mut line)?;
+            return Ok((!line.is_empty()).then(|| String::from_utf8_lossy(&line).into_owned()));
         };
         loop {
             match editor.readline(prompt) {

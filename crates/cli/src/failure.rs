@@ -5,6 +5,9 @@ use std::fmt;
 use std::io;
 use std::process::ExitCode;
 
+use smoe_engine::EngineError;
+use smoe_sculpt::SculptError;
+
 /// Why a command did not do what it was asked.
 #[derive(Debug)]
 pub enum Failure {
@@ -58,12 +61,27 @@ fn chain(error: &dyn Error) -> String {
 }
 
 fn is_broken_pipe(error: &(dyn Error + 'static)) -> bool {
-    error.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe)
+    let mut cause = Some(error);
+    while let Some(error) = cause {
+        if error.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe) {
+            return true;
+        }
+        cause = error.source();
+    }
+    false
+}
+
+/// A setting that cannot be, rather than a world that fails.
+fn is_usage(error: &(dyn Error + 'static)) -> bool {
+    let engine = error.downcast_ref::<EngineError>();
+    let sculpt = error.downcast_ref::<SculptError>();
+    matches!(engine, Some(EngineError::Setting { .. } | EngineError::Sampling { .. }))
+        || matches!(sculpt, Some(SculptError::Setting { .. }))
 }
 
 impl<E: Error + 'static> From<E> for Failure {
     fn from(error: E) -> Self {
-        Self::Failed(error.into())
+        if is_usage(&error) { Self::Usage(error.to_string()) } else { Self::Failed(error.into()) }
     }
 }
 

@@ -17,9 +17,9 @@ pub fn inspect(args: &InspectArgs) -> Result<(), Failure> {
     let vault = model::open_vault(&args.vault)?;
     let facts = facts(&vault)?;
     if args.json {
-        println!("{}", serde_json::to_string_pretty(&facts)?);
+        say!("{}", serde_json::to_string_pretty(&facts)?);
     } else {
-        print_facts(&vault, &facts);
+        print_facts(&vault, &facts)?;
     }
     Ok(())
 }
@@ -76,13 +76,13 @@ fn facts(vault: &Vault) -> Result<Value, Failure> {
     }))
 }
 
-fn print_facts(vault: &Vault, facts: &Value) {
+fn print_facts(vault: &Vault, facts: &Value) -> Result<(), Failure> {
     let spec = &vault.spec;
     let number = |name: &str| facts[name].as_u64().unwrap_or(0);
-    println!("vault      version {}, {}", vault.experts.version, vault.experts_path.display());
-    println!("model      {}", spec.model_type);
+    say!("vault      version {}, {}", vault.experts.version, vault.experts_path.display());
+    say!("model      {}", spec.model_type);
     let dense = spec.layers.iter().filter(|kind| matches!(kind, FfnKind::Dense(_))).count();
-    println!(
+    say!(
         "shape      {} layers ({dense} dense), width {}, vocabulary {}, context {}",
         spec.n_layers(),
         spec.d_model,
@@ -90,7 +90,7 @@ fn print_facts(vault: &Vault, facts: &Value) {
         spec.max_context
     );
     let a = spec.attention;
-    println!(
+    say!(
         "attention  {} heads over {} KV heads of {}{}, RoPE base {}{}",
         a.n_heads,
         a.n_kv_heads,
@@ -109,11 +109,13 @@ fn print_facts(vault: &Vault, facts: &Value) {
         0 => String::new(),
         width => format!(", shared expert of width {width}"),
     };
-    println!(
+    say!(
         "experts    {} per layer, {} per token, width {}{shared}",
-        spec.moe.n_experts, spec.moe.top_k, spec.moe.d_expert
+        spec.moe.n_experts,
+        spec.moe.top_k,
+        spec.moe.d_expert
     );
-    println!(
+    say!(
         "records    {} in {}, {} padding ({:.1} %), {:.2} bits a weight",
         vault.experts.records.len(),
         Bytes(number("record_bytes")),
@@ -127,22 +129,23 @@ fn print_facts(vault: &Vault, facts: &Value) {
         let kinds: Vec<String> = kinds.map(|(p, t)| format!("{} {}", p.name(), t.encoding)).collect();
         let line = format!("{}, {} a record", kinds.join(", "), Bytes(table.record_len as u64));
         if line != last {
-            println!("  from layer {}: {line}", table.layer);
+            say!("  from layer {}: {line}", table.layer);
         }
         last = line;
     }
-    println!("backbone   {}", Bytes(vault.backbone.file_len));
+    say!("backbone   {}", Bytes(vault.backbone.file_len));
     if let Some(encodings) = facts["backbone_bytes_by_encoding"].as_object() {
         for (encoding, bytes) in encodings {
-            println!("  {encoding}: {}", Bytes(bytes.as_u64().unwrap_or(0)));
+            say!("  {encoding}: {}", Bytes(bytes.as_u64().unwrap_or(0)));
         }
     }
     match vault.experts.manifest() {
         Some(manifest) => {
             for file in &manifest.files {
-                println!("file       {} ({}, crc32c {})", file.name, Bytes(file.bytes), file.crc32c);
+                say!("file       {} ({}, crc32c {})", file.name, Bytes(file.bytes), file.crc32c);
             }
         }
-        None => println!("checksums  none: an original file of version {}", vault.experts.version),
+        None => say!("checksums  none: an original file of version {}", vault.experts.version),
     }
+    Ok(())
 }

@@ -23,3 +23,9 @@ pub fn flag() -> &'static AtomicBool {
 pub fn take() -> bool {
     FLAG.swap(false, Ordering::Relaxed)
 }
+
+/// The flag for new work: a press that came before it is forgotten.
+pub fn fresh() -> &'static AtomicBool {
+    take();
+    flag()
+}

@@ -1,9 +1,20 @@
 //! `smoe`: the only room that prints, reads arguments and exits.
 //!
-//! `main` parses, one module per command does, and a [`Failure`] becomes an exit code: 0 done, 1 failed,
+//! `main` parses, one module per command does, and a [`failure::Failure`] becomes an exit code: 0 done, 1 failed,
 //! 2 wrong usage.
 #![forbid(unsafe_code)]
-#![allow(clippy::print_stdout, clippy::print_stderr, reason = "printing is this room's office")]
+#![allow(clippy::print_stderr, reason = "printing is this room's office")]
+
+/// A line on stdout; unlike `println!` a reader that has left is an error to return, not a panic.
+macro_rules! say {
+    () => { say!("") };
+    ($($arg:tt)+) => {
+        std::io::Write::write_fmt(
+            &mut std::io::stdout().lock(),
+            format_args!("{}\n", format_args!($($arg)+)),
+        )?
+    };
+}
 
 mod answer;
 mod args;

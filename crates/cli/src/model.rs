@@ -4,9 +4,12 @@ use std::cell::RefCell;
 use std::path::{Path, PathBuf};
 
 use indicatif::ProgressBar;
-use smoe_engine::{DirectIo, Engine, EngineOptions, Vault};
+use smoe_engine::memory::MemoryFacts;
+use smoe_engine::plan::{Bytes, PlanRequest};
+use smoe_engine::{DirectIo, Engine, Vault};
 use smoe_text::ModelText;
 
+use crate::args::MachineArgs;
 use crate::failure::Failure;
 use crate::progress;
 
@@ -50,6 +53,19 @@ pub fn open_vault(name: &Path) -> Result<Vault, Failure> {
     Ok(vault)
 }
 
+/// Memory that a tokeniser takes per byte of its file: 91 MiB for the 10.9 MiB of Qwen3's (EXP-MEMORY-03).
+const TOKENIZER_FACTOR: u64 = 9;
+
+/// Memory that the text side of a vault takes besides the engine.
+pub fn text_bytes(vault: &Vault) -> u64 {
+    let beside = || std::fs::metadata(vault.side_path("tokenizer.json")).map_or(0, |m| m.len());
+    let bytes = match vault.experts.manifest() {
+        Some(_) => vault.listed("tokenizer.json").map_or(0, |entry| entry.bytes),
+        None => beside(),
+    };
+    bytes * TOKENIZER_FACTOR
+}
+
 /// Tokeniser, template and defaults that travel with a vault.
 pub fn open_text(vault: &Vault) -> Result<ModelText, Failure> {
     let failed = RefCell::new(None);
@@ -65,10 +81,14 @@ pub fn open_text(vault: &Vault) -> Result<ModelText, Failure> {
     }
 }
 
-/// Opens the engine, with a bar on stderr where loading takes long.
-pub fn open_engine(vault: &Vault, options: &EngineOptions) -> Result<Engine, Failure> {
+/// Opens the engine, with a bar on stderr where loading takes long. `reserved` is what the caller holds
+/// besides it.
+pub fn open_engine(vault: &Vault, machine: &MachineArgs, reserved: u64) -> Result<Engine, Failure> {
+    let mut options = machine.options();
+    options.plan.reserved = reserved;
+    warn_of_memory(&options.plan);
     let spinner = progress::spinner("loading the backbone");
-    let engine = Engine::open(vault, options);
+    let engine = Engine::open(vault, &options);
     spinner.finish_and_clear();
     let mut engine = engine?;
     if let DirectIo::No { why } = engine.info().direct_io {
@@ -84,4 +104,12 @@ pub fn open_engine(vault: &Vault, options: &EngineOptions) -> Result<Engine, Fai
     }
     loaded?;
     Ok(engine)
+}
+
+/// A size that the user named is taken, and what is free now is said if it is less.
+pub fn warn_of_memory(request: &PlanRequest) {
+    let budget = MemoryFacts::detect().budget();
+    if let Some(memory) = request.memory.filter(|memory| *memory > budget) {
+        eprintln!("warning: --memory {} is more than the {} free now", Bytes(memory), Bytes(budget));
+    }
 }

@@ -13,7 +13,10 @@ use crate::model;
 pub fn plan(args: &PlanArgs) -> Result<(), Failure> {
     let vault = model::open_vault(&args.vault)?;
     let facts = MemoryFacts::detect();
-    let plan = plan_vault(&vault, &args.machine.plan(), &facts)?;
+    let mut request = args.machine.plan();
+    request.reserved = model::text_bytes(&vault);
+    model::warn_of_memory(&request);
+    let plan = plan_vault(&vault, &request, &facts)?;
     if args.json {
         let json = json!({
             "physical_bytes": facts.physical,
@@ -24,6 +27,7 @@ pub fn plan(args: &PlanArgs) -> Result<(), Failure> {
             "kv_bytes": plan.kv_bytes,
             "activation_bytes": plan.activation_bytes,
             "fixed_bytes": plan.fixed_bytes,
+            "text_bytes": plan.reserved_bytes,
             "slot_bytes": plan.slot_bytes,
             "ring_slots": plan.ring_slots,
             "ring_bytes": plan.ring_bytes(),
@@ -36,22 +40,24 @@ pub fn plan(args: &PlanArgs) -> Result<(), Failure> {
             "threads": plan.threads,
             "kv": format!("{:?}", plan.kv).to_lowercase(),
         });
-        println!("{}", serde_json::to_string_pretty(&json)?);
+        say!("{}", serde_json::to_string_pretty(&json)?);
         return Ok(());
     }
-    let row = |name: &str, bytes: u64, note: String| {
-        println!("{name:<12} {:>10}  {note}", Bytes(bytes).to_string());
+    let row = |name: &str, bytes: u64, note: String| -> Result<(), Failure> {
+        say!("{name:<12} {:>10}  {note}", Bytes(bytes).to_string());
+        Ok(())
     };
     let limit = match facts.cgroup_limit {
         Some(limit) => format!("cgroup limit {}", Bytes(limit)),
         None => format!("of {} installed", Bytes(facts.physical)),
     };
-    row("may use", plan.budget_bytes, limit);
-    row("backbone", plan.backbone_bytes, "resident".to_owned());
+    row("may use", plan.budget_bytes, limit)?;
+    row("backbone", plan.backbone_bytes, "resident".to_owned())?;
     let kv = format!("{:?}", plan.kv).to_lowercase();
-    row("KV cache", plan.kv_bytes, format!("{} positions in {kv}", plan.context));
-    row("activations", plan.activation_bytes, format!("steps of up to {} tokens", plan.chunk));
-    row("fixed", plan.fixed_bytes, format!("{} compute threads", plan.threads));
+    row("KV cache", plan.kv_bytes, format!("{} positions in {kv}", plan.context))?;
+    row("activations", plan.activation_bytes, format!("steps of up to {} tokens", plan.chunk))?;
+    row("fixed", plan.fixed_bytes, format!("{} compute threads", plan.threads))?;
+    row("text", plan.reserved_bytes, "tokeniser".to_owned())?;
     let share = 100.0 * plan.ring_slots as f64 / plan.n_experts.max(1) as f64;
     let ring = format!(
         "{} of {} experts ({share:.0} %), {} each; the least is {}",
@@ -60,10 +66,10 @@ pub fn plan(args: &PlanArgs) -> Result<(), Failure> {
         Bytes(plan.slot_bytes),
         plan.ring_floor
     );
-    row("ring", plan.ring_bytes(), ring);
-    row("in all", plan.total_bytes(), format!("the least is {}", Bytes(plan.floor_bytes())));
+    row("ring", plan.ring_bytes(), ring)?;
+    row("in all", plan.total_bytes(), format!("the least is {}", Bytes(plan.floor_bytes())))?;
     if plan.holds_all() {
-        println!("the ring holds every expert: after loading, nothing is read from disk");
+        say!("the ring holds every expert: after loading, nothing is read from disk");
     }
     Ok(())
 }

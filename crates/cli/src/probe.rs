@@ -67,8 +67,13 @@ impl Observer for Recorder {
 /// Runs the command.
 pub fn probe(args: &ProbeArgs) -> Result<(), Failure> {
     let vault = model::open_vault(&args.vault)?;
-    let mut engine = model::open_engine(&vault, &args.machine.options())?;
-    let mut recorder = Recorder::new(&vault.spec, args.tokens_in.len());
+    let spec = &vault.spec;
+    let row = spec.vocab_size
+        + (spec.n_layers() + 1) * spec.d_model
+        + spec.moe_layers().count() * spec.moe.n_experts;
+    let planes = 4 * (row * args.tokens_in.len()) as u64;
+    let mut engine = model::open_engine(&vault, &args.machine, planes)?;
+    let mut recorder = Recorder::new(spec, args.tokens_in.len());
     engine.observe(&args.tokens_in, &mut recorder)?;
     let mut views = Vec::new();
     for (name, plane) in

@@ -6,7 +6,7 @@ use serde_json::json;
 use smoe_engine::{Finish, Limits, Sampler};
 use smoe_text::{ModelText, TemplateInput};
 
-use crate::answer::Asker;
+use crate::answer::{Asker, Piece};
 use crate::args::RunArgs;
 use crate::failure::Failure;
 use crate::model;
@@ -19,7 +19,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     if text.tokenizer.is_none() && !args.raw_ids {
         eprintln!("note: the vault has no tokenizer: printing token ids");
     }
-    let mut engine = model::open_engine(&vault, &args.machine.options())?;
+    let mut engine = model::open_engine(&vault, &args.machine, model::text_bytes(&vault))?;
     let mut sampler = Sampler::new(args.sampling.settings(&text.defaults), engine.spec().vocab_size)?;
     let end_tokens = if args.ignore_eos { Vec::new() } else { text.end_tokens.clone() };
     let limits = Limits { max_tokens: args.max_tokens, end_tokens };
@@ -36,22 +36,23 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         stops: &args.stop,
     }
     .answer(&prompt, &mut |piece| {
-        if ids_only {
-            return Ok(());
+        match piece {
+            Piece::Text(text) if !ids_only => out.write_all(text.as_bytes())?,
+            Piece::Token { id, first: true } if ids_only => write!(out, "{id}")?,
+            Piece::Token { id, .. } if ids_only => write!(out, " {id}")?,
+            _ => return Ok(()),
         }
-        out.write_all(piece.as_bytes())?;
         out.flush()
-    })?;
-    if ids_only {
-        let ids: Vec<String> = answer.tokens.iter().map(u32::to_string).collect();
-        write!(out, "{}", ids.join(" "))?;
-    }
+    });
     writeln!(out)?;
+    let answer = answer?;
     if answer.finish == Finish::ContextFull {
         eprintln!("note: the context of {} positions is full", engine.info().plan.context);
     }
     eprintln!("{}", answer.figures);
-    engine.close_session(session);
+    if answer.finish == Finish::Stopped && answer.interrupted {
+        return Err(Failure::Interrupted);
+    }
     Ok(())
 }
 
@@ -69,10 +70,15 @@ fn prompt_tokens(args: &RunArgs, text: &ModelText) -> Result<Vec<u32>, Failure> 
         }
         None => {
             let mut prompt = String::new();
-            io::stdin().read_to_string(&mut prompt)?;
+            io::stdin()
+                .read_to_string(&mut prompt)
+                .map_err(|e| Failure::new(format!("cannot read the prompt from stdin: {e}")))?;
             prompt.trim_end_matches('\n').to_owned()
         }
     };
+    if prompt.is_empty() {
+        return Err(Failure::Usage("the prompt is empty".to_owned()));
+    }
     let template = text.chat_template.as_ref().filter(|_| !args.no_template);
     let Some(template) = template else {
         if !args.no_template {

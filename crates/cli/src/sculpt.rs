@@ -106,14 +106,20 @@ fn measure_error(args: &SculptArgs, vault: &Path) -> Result<(), Failure> {
                 })
             })
             .collect();
-        println!("{}", serde_json::to_string_pretty(&kinds)?);
+        say!("{}", serde_json::to_string_pretty(&kinds)?);
         return Ok(());
     }
-    println!("kind            encoding      weights        RMSE    SNR dB   max error  codes");
+    say!("kind            encoding      weights        RMSE    SNR dB   max error  codes");
     for e in &errors {
-        println!(
+        say!(
             "{:<15} {:<9} {:>11} {:>11.3e} {:>9.2} {:>11.3e}  {:016x}",
-            e.kind, e.encoding, e.weights, e.rmse, e.snr_db, e.max_error, e.digest
+            e.kind,
+            e.encoding,
+            e.weights,
+            e.rmse,
+            e.snr_db,
+            e.max_error,
+            e.digest
         );
     }
     Ok(())
@@ -140,7 +146,7 @@ fn print_dry_run(dry: &DryRun, as_json: bool) -> Result<(), Failure> {
             "needed_bytes": dry.needed_bytes,
             "available_bytes": dry.available_bytes,
         });
-        println!("{}", serde_json::to_string_pretty(&json)?);
+        say!("{}", serde_json::to_string_pretty(&json)?);
         return Ok(());
     }
     for warning in &dry.warnings {
@@ -148,7 +154,7 @@ fn print_dry_run(dry: &DryRun, as_json: bool) -> Result<(), Failure> {
     }
     let spec = &dry.spec;
     let millions = |n: u64| format!("{:.1} M", n as f64 / 1e6);
-    println!(
+    say!(
         "model       {}: {} layers, width {}, {} experts of width {}, {} per token",
         spec.model_type,
         spec.n_layers(),
@@ -157,9 +163,9 @@ fn print_dry_run(dry: &DryRun, as_json: bool) -> Result<(), Failure> {
         spec.moe.d_expert,
         spec.moe.top_k
     );
-    println!("weights     {} ({} per token)", millions(dry.weights), millions(dry.active_weights));
-    println!("checkpoint  {}", Bytes(dry.checkpoint_bytes));
-    println!(
+    say!("weights     {} ({} per token)", millions(dry.weights), millions(dry.active_weights));
+    say!("checkpoint  {}", Bytes(dry.checkpoint_bytes));
+    say!(
         "experts     {} in {} records of {}, gate {}, up {}, down {}, {} padding",
         Bytes(dry.experts_bytes),
         dry.experts,
@@ -169,13 +175,13 @@ fn print_dry_run(dry: &DryRun, as_json: bool) -> Result<(), Failure> {
         dry.expert_encodings[2],
         Bytes(dry.padding_bytes)
     );
-    println!("backbone    {}, resident in memory", Bytes(dry.backbone_bytes));
-    println!(
+    say!("backbone    {}, resident in memory", Bytes(dry.backbone_bytes));
+    say!(
         "per token   {} of expert records, {} of backbone",
         Bytes(dry.token_expert_bytes),
         Bytes(dry.token_backbone_bytes)
     );
     let available = dry.available_bytes.map_or(String::new(), |bytes| format!(", {} are free", Bytes(bytes)));
-    println!("disk        needs {}{available}", Bytes(dry.needed_bytes));
+    say!("disk        needs {}{available}", Bytes(dry.needed_bytes));
     Ok(())
 }

@@ -25,21 +25,24 @@ pub fn verify(args: &VerifyArgs) -> Result<(), Failure> {
             "checked_records": report.records,
             "checksums": report.checksums,
         });
-        println!("{}", serde_json::to_string_pretty(&json)?);
+        say!("{}", serde_json::to_string_pretty(&json)?);
     } else {
         for problem in &report.problems {
-            println!("{problem}");
+            say!("{problem}");
         }
     }
     if !report.problems.is_empty() {
-        eprintln!("{} problems in {}", report.problems.len(), path.display());
+        let problems = if report.problems.len() == 1 { "problem" } else { "problems" };
+        eprintln!("{} {problems} in {}", report.problems.len(), path.display());
         return Err(Failure::Silent);
     }
-    if !args.json {
-        println!("whole: {} records, {} checked", report.records, Bytes(report.bytes));
-        if !report.checksums {
-            println!("note: an original file carries no checksums: only its structure was checked");
-        }
+    if args.json {
+        return Ok(());
+    }
+    if report.checksums {
+        say!("whole: {} records, {} checked", report.records, Bytes(report.bytes));
+    } else {
+        say!("sound in structure; an original file carries no checksums of its records");
     }
     Ok(())
 }

@@ -184,6 +184,41 @@ fn damage_is_named_and_never_answered() {
 }
 
 #[test]
+fn a_chat_outlives_a_failed_answer() {
+    let (_dir, vault) = tiny_vault();
+    let file = vault.join("experts.smoe");
+    let mut bytes = std::fs::read(&file).unwrap();
+    let len = bytes.len();
+    // Every record is damaged; the head is whole.
+    for at in (16 * 1024..len).step_by(1000) {
+        bytes[at] ^= 1;
+    }
+    std::fs::write(&file, bytes).unwrap();
+    // A ring below all experts, so that nothing is loaded beforehand.
+    let output = smoe_with(&["chat", vault.to_str().unwrap(), "--ring", "3"], "one\ntwo\n/stats\n");
+    let told = text(&output.stderr);
+    assert!(output.status.success(), "{told}");
+    assert_eq!(told.matches("error: ").count(), 2, "{told}");
+    assert!(told.contains("layer") && told.contains("expert") && told.contains("kernels"), "{told}");
+}
+
+#[test]
+fn a_reader_that_leaves_is_no_failure() {
+    for args in [&["inspect", "demo"][..], &["plan", "demo"], &["verify", "demo"], &["demo"]] {
+        let mut child = Command::new(env!("CARGO_BIN_EXE_smoe"))
+            .args(args)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        drop(child.stdout.take());
+        let output = child.wait_with_output().unwrap();
+        assert!(output.status.success(), "{args:?}: {}", text(&output.stderr));
+    }
+}
+
+#[test]
 fn templates_render_exactly_and_their_errors_are_failures() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("t.jinja");
@@ -209,6 +244,10 @@ fn wrong_usage_is_2_a_failure_is_1_and_both_say_what_to_do() {
     assert_eq!(code(&[]), Some(2));
     assert_eq!(code(&["run", "demo", "--temperature", "warm", "x"]), Some(2));
     assert_eq!(code(&["run", "demo", "--ring", "lots", "x"]), Some(2));
+    assert_eq!(code(&["run", "demo", "--ring", "0", "x"]), Some(2));
+    assert_eq!(code(&["run", "demo", "--context", "0", "x"]), Some(2));
+    assert_eq!(code(&["run", "demo", "--memory", "1000T", "x"]), Some(2));
+    assert_eq!(code(&["run", "demo", ""]), Some(2));
     assert_eq!(code(&["run", "/no/such/vault", "x"]), Some(1));
     let error = |args: &[&str]| text(&smoe(args).stderr);
     assert!(error(&["run", "demo", "--ring", "1", "x"]).contains("--ring"));

@@ -23,12 +23,11 @@ fn main() -> Result<(), Box<dyn Error>> {
     engine.sync(&mut session, &prompt, &mut Control::default())?;
     sampler.begin(&prompt);
     let limits = Limits { max_tokens, end_tokens: Vec::new() };
-    engine.generate(&mut session, &mut sampler, &limits, &mut |token| {
+    engine.generate(&mut session, &mut sampler, &limits, &mut Control::default(), &mut |token| {
         print!("{token} ");
         let _ = std::io::stdout().flush();
         ControlFlow::Continue(())
     })?;
     println!();
-    engine.close_session(session);
     Ok(())
 }

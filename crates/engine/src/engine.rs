@@ -4,21 +4,24 @@ use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
 
 use smoe_format::{ExpertKey, FfnKind, ModelSpec, original};
 use smoe_kernels::{Kernels, KernelsError};
 use smoe_meter::{Phase, PhaseClock, PhaseMeter, PhaseSnapshot, StoreMeter, StoreSnapshot};
-use smoe_store::{DirectIo, Disk, FileDisk, Lease, OpenMode, Record, RecordDecoder, Store, StoreConfig};
+use smoe_store::{
+    DirectIo, Disk, FileDisk, Lease, OpenMode, Record, RecordDecoder, Store, StoreConfig, StoreError,
+};
 
 use crate::EngineError;
-use crate::backend::cpu::CpuBackend;
+use crate::backend::cpu::{self, CpuBackend};
 use crate::backend::{Backend, HEAD_ROWS, Row};
 use crate::kv::KvCache;
 use crate::memory::MemoryFacts;
 use crate::plan::{Plan, PlanRequest, Subject, all_float};
 use crate::routes::Routes;
 use crate::sampler::Sampler;
-use crate::session::{Session, Synced, reusable};
+use crate::session::{Dropped, Session, Synced, reusable};
 use crate::vault::Vault;
 use crate::weights::Weights;
 
@@ -33,22 +36,13 @@ pub struct EngineOptions {
     pub kernels: Option<String>,
     /// Check every record that is read.
     pub verify: bool,
-    /// Reader threads.
-    pub readers: usize,
     /// Direct or buffered reads; automatic by default.
     pub disk: OpenMode,
 }
 
 impl Default for EngineOptions {
     fn default() -> Self {
-        Self {
-            plan: PlanRequest::default(),
-            exact: false,
-            kernels: None,
-            verify: true,
-            readers: READERS,
-            disk: OpenMode::Auto,
-        }
+        Self { plan: PlanRequest::default(), exact: false, kernels: None, verify: true, disk: OpenMode::Auto }
     }
 }
 
@@ -70,7 +64,13 @@ impl std::fmt::Debug for Control<'_> {
     }
 }
 
-impl Control<'_> {
+impl<'a> Control<'a> {
+    /// Stops when `cancel` is set; tells nothing.
+    #[must_use]
+    pub fn cancelled_by(cancel: &'a AtomicBool) -> Self {
+        Self { cancel: Some(cancel), progress: None }
+    }
+
     fn check(&self) -> Result<(), EngineError> {
         match self.cancel {
             Some(flag) if flag.load(Ordering::Relaxed) => Err(EngineError::Cancelled),
@@ -139,7 +139,7 @@ pub struct Engine {
     keys: Vec<ExpertKey>,
     leases: Vec<Lease>,
     rows: Vec<Row>,
-    logits: Vec<f32>,
+    dropped: Arc<Dropped>,
     clock: PhaseClock,
     phase_meter: Arc<PhaseMeter>,
     store_meter: Arc<StoreMeter>,
@@ -157,17 +157,19 @@ impl std::fmt::Debug for Engine {
 /// As [`Plan::new`].
 pub fn plan(vault: &Vault, request: &PlanRequest, facts: &MemoryFacts) -> Result<Plan, EngineError> {
     let experts = &vault.experts;
-    let decode = if experts.original.is_empty() {
+    let decode_bytes = if experts.original.is_empty() {
         0
     } else {
         experts.records.iter().map(|r| r.len).max().unwrap_or(0) * READERS as u64
     };
+    let resident = || vault.backbone.iter().map(|(_, tensor)| tensor.encoding);
     let subject = Subject {
         spec: &vault.spec,
         layers: &experts.layers,
         backbone_bytes: vault.backbone.file_len,
-        all_float: all_float(vault.backbone.iter().map(|(_, t)| t.encoding), &experts.layers),
-        decode_bytes: decode,
+        all_float: all_float(resident(), &experts.layers),
+        groups: cpu::groups(resident(), &experts.layers).len(),
+        decode_bytes,
     };
     Plan::new(subject, request, facts)
 }
@@ -188,13 +190,9 @@ impl Engine {
     /// As [`Engine::open`].
     pub fn open_on(vault: &Vault, disk: Arc<dyn Disk>, options: &EngineOptions) -> Result<Self, EngineError> {
         let kernels = kernels(options.kernels.as_deref())?;
-        if !(1..=256).contains(&options.readers) {
-            let (name, value) = ("readers", options.readers.to_string());
-            return Err(EngineError::Setting { name, value, rule: "must be 1 to 256".to_owned() });
-        }
         let plan = plan(vault, &options.plan, &MemoryFacts::detect())?;
         let backbone = FileDisk::open(&vault.backbone_path, options.disk)?;
-        let weights = Weights::load(vault, &backbone, options.readers)?;
+        let weights = Weights::load(vault, &backbone, READERS)?;
         let store_meter = Arc::new(StoreMeter::default());
         let direct_io = disk.direct().clone();
         let store = open_store(vault, disk, &plan, options, store_meter.clone())?;
@@ -203,12 +201,12 @@ impl Engine {
             CpuBackend::new(spec.clone(), weights, &vault.experts.layers, &plan, kernels, options.exact);
         let phase_meter = Arc::new(PhaseMeter::default());
         Ok(Self {
-            kv: KvCache::new(&spec, plan.kv, plan.context, plan.sessions),
+            kv: KvCache::new(&spec, plan.kv, plan.context, plan.sessions)?,
             routes: Routes::with_capacity(&spec.moe, plan.chunk),
             keys: Vec::with_capacity(spec.moe.n_experts),
             leases: Vec::with_capacity(spec.moe.n_experts),
             rows: Vec::with_capacity(plan.chunk),
-            logits: vec![0.0; spec.vocab_size],
+            dropped: Arc::default(),
             clock: PhaseClock::new(phase_meter.clone()),
             phase_meter,
             backend: Box::new(backend),
@@ -268,32 +266,37 @@ impl Engine {
     /// # Errors
     /// If as many are open as were planned for.
     pub fn open_session(&mut self) -> Result<Session, EngineError> {
-        let seq = self.kv.open()?;
-        Ok(Session { seq, tokens: Vec::with_capacity(self.plan.context) })
-    }
-
-    /// Ends a session and frees its cache.
-    pub fn close_session(&mut self, session: Session) {
-        self.kv.close(session.seq);
+        while let Some(seq) = self.dropped.take() {
+            self.kv.close(seq);
+        }
+        Ok(Session {
+            seq: self.kv.open()?,
+            tokens: Vec::with_capacity(self.plan.context),
+            logits: vec![0.0; self.spec.vocab_size],
+            dropped: self.dropped.clone(),
+        })
     }
 
     /// Brings a session to exactly `tokens`: what it holds of them is reused, what goes beyond is dropped,
-    /// the rest is computed. Afterwards [`Self::logits`] are those after the last token.
+    /// the rest is computed. Afterwards [`Session::logits`] are those after the last token.
     ///
     /// When cancelled or failed, the steps that were finished are kept: calling again goes on from there.
     ///
     /// # Errors
     /// If `tokens` is empty, too long, or holds an unknown id; if a read fails; if cancelled.
+    ///
+    /// # Panics
+    /// If the session is another engine's.
     pub fn sync(
         &mut self,
         session: &mut Session,
         tokens: &[u32],
         control: &mut Control<'_>,
     ) -> Result<Synced, EngineError> {
+        self.check_owner(session);
         self.check_tokens(tokens)?;
-        let reused = reusable(&session.tokens, tokens);
+        let reused = self.kv.truncate(session.seq, reusable(&session.tokens, tokens));
         session.tokens.truncate(reused);
-        self.kv.truncate(session.seq, reused);
         let total = tokens.len() - reused;
         let mut done = 0;
         for chunk in tokens[reused..].chunks(self.plan.chunk) {
@@ -303,7 +306,7 @@ impl Engine {
             self.run_step(chunk, first, control, None)?;
             session.tokens.extend_from_slice(chunk);
             if last {
-                self.compute_logits(chunk.len() - 1, session.tokens.len() - 1)?;
+                self.compute_logits(session, chunk.len() - 1)?;
             }
             self.end_step();
             done += chunk.len();
@@ -314,11 +317,20 @@ impl Engine {
         Ok(Synced { reused, prefilled: total })
     }
 
-    /// Appends one token. Afterwards [`Self::logits`] are those after it.
+    /// Appends one token. Afterwards [`Session::logits`] are those after it.
     ///
     /// # Errors
-    /// If the context is full, the id unknown, or a read fails.
-    pub fn decode(&mut self, session: &mut Session, token: u32) -> Result<(), EngineError> {
+    /// If the context is full, the id unknown, or a read fails; if cancelled: the token is not appended then.
+    ///
+    /// # Panics
+    /// If the session is another engine's.
+    pub fn decode(
+        &mut self,
+        session: &mut Session,
+        token: u32,
+        control: &mut Control<'_>,
+    ) -> Result<(), EngineError> {
+        self.check_owner(session);
         self.check_id(token)?;
         if session.tokens.len() >= self.plan.context {
             let (needed, context) = (session.tokens.len() + 1, self.plan.context);
@@ -326,26 +338,24 @@ impl Engine {
         }
         let position = session.tokens.len();
         self.place(session, 1)?;
-        self.run_step(&[token], position, &mut Control::default(), None)?;
+        self.run_step(&[token], position, control, None)?;
         session.tokens.push(token);
-        self.compute_logits(0, position)?;
+        self.compute_logits(session, 0)?;
         self.end_step();
         Ok(())
     }
 
-    /// Logits after the last token of the last call, `[vocab_size]`.
-    #[must_use]
-    pub fn logits(&self) -> &[f32] {
-        &self.logits
-    }
-
-    /// Draws from [`Self::logits`], which penalties and bias change.
-    pub fn sample(&mut self, sampler: &mut Sampler) -> u32 {
-        sampler.sample(self.kernels, &mut self.logits)
+    /// Draws from [`Session::logits`].
+    pub fn sample(&mut self, session: &Session, sampler: &mut Sampler) -> u32 {
+        let start = Instant::now();
+        let token = sampler.sample(self.kernels, &session.logits);
+        self.clock.charge(Phase::Sampling, start.elapsed());
+        token
     }
 
     /// Generates from where [`Self::sync`] left the session, telling `on_token` each new token as it comes,
     /// an end token included. The last token told is not in the session yet: the next `sync` computes it.
+    /// A cancellation ends it as [`Finish::Stopped`].
     ///
     /// # Errors
     /// If a read fails.
@@ -354,10 +364,11 @@ impl Engine {
         session: &mut Session,
         sampler: &mut Sampler,
         limits: &Limits,
+        control: &mut Control<'_>,
         on_token: &mut dyn FnMut(u32) -> ControlFlow<()>,
     ) -> Result<Finish, EngineError> {
         for n in 1..=limits.max_tokens {
-            let token = self.sample(sampler);
+            let token = self.sample(session, sampler);
             let flow = on_token(token);
             if limits.end_tokens.contains(&token) {
                 return Ok(Finish::End);
@@ -371,7 +382,10 @@ impl Engine {
             if session.tokens.len() >= self.plan.context {
                 return Ok(Finish::ContextFull);
             }
-            self.decode(session, token)?;
+            match self.decode(session, token, control) {
+                Err(EngineError::Cancelled) => return Ok(Finish::Stopped),
+                result => result?,
+            }
         }
         Ok(Finish::Length)
     }
@@ -383,9 +397,7 @@ impl Engine {
     pub fn observe(&mut self, tokens: &[u32], observer: &mut dyn Observer) -> Result<(), EngineError> {
         self.check_tokens(tokens)?;
         let mut session = self.open_session()?;
-        let result = self.observe_in(&mut session, tokens, observer);
-        self.close_session(session);
-        result
+        self.observe_in(&mut session, tokens, observer)
     }
 
     fn observe_in(
@@ -400,16 +412,20 @@ impl Engine {
             self.run_step(chunk, first, &mut Control::default(), Some(observer))?;
             session.tokens.extend_from_slice(chunk);
             for token in 0..chunk.len() {
-                let hidden = self.backend.final_hidden(token);
+                let hidden = self.backend.final_hidden(token)?;
                 observer.hidden(self.spec.n_layers(), first + token, hidden);
             }
             let all: Vec<usize> = (0..chunk.len()).collect();
             for rows in all.chunks(HEAD_ROWS) {
-                observer.logits(first + rows[0], self.backend.head(rows));
+                observer.logits(first + rows[0], self.backend.head(rows)?);
             }
             self.end_step();
         }
         Ok(())
+    }
+
+    fn check_owner(&self, session: &Session) {
+        assert!(Arc::ptr_eq(&self.dropped, &session.dropped), "a session of another engine");
     }
 
     fn check_id(&self, id: u32) -> Result<(), EngineError> {
@@ -449,23 +465,23 @@ impl Engine {
         mut observer: Option<&mut dyn Observer>,
     ) -> Result<(), EngineError> {
         self.clock.begin_step();
-        self.backend.embed(tokens);
+        self.backend.embed(tokens)?;
         let mut moe_index = 0;
         for layer in 0..self.spec.n_layers() {
             control.check()?;
             if let Some(observer) = &mut observer {
-                observer.hidden(layer, first, self.backend.hidden());
+                observer.hidden(layer, first, self.backend.hidden()?);
             }
             self.clock.switch(Phase::Attention);
-            self.backend.attend(layer, &self.rows, &mut self.kv);
+            self.backend.attend(layer, &self.rows, &mut self.kv)?;
             match self.spec.layers[layer] {
                 FfnKind::Dense(_) => {
                     self.clock.switch(Phase::Dense);
-                    self.backend.dense(layer);
+                    self.backend.dense(layer)?;
                 }
                 FfnKind::Moe => {
                     self.clock.switch(Phase::Router);
-                    let logits = self.backend.route(layer);
+                    let logits = self.backend.route(layer)?;
                     if let Some(observer) = &mut observer {
                         observer.router(moe_index, first, logits);
                     }
@@ -487,29 +503,33 @@ impl Engine {
         self.keys.extend(keys);
         let mut demand = self.store.demand(&self.keys)?;
         self.clock.switch(Phase::Dense);
-        self.backend.begin(layer, &self.routes);
+        self.backend.begin(layer, &self.routes)?;
         loop {
             self.clock.switch(Phase::DemandWait);
-            demand.take_ready(&mut self.leases)?;
-            if self.leases.is_empty() {
-                break;
+            match demand.take_ready(&mut self.leases) {
+                Ok(0) => break,
+                Ok(_) => {
+                    self.clock.switch(Phase::Experts);
+                    self.backend.experts(layer, &mut self.leases, &self.routes)?;
+                }
+                // Every slot is leased: by a device whose work on them is under way, or for ever.
+                Err(StoreError::Stalled { .. }) if self.backend.reclaim()? => {}
+                Err(error) => return Err(error.into()),
             }
-            self.clock.switch(Phase::Experts);
-            self.backend.experts(layer, &mut self.leases, &self.routes);
         }
         drop(demand);
         self.clock.switch(Phase::Experts);
-        self.backend.finish(layer, &self.routes);
-        Ok(())
+        self.backend.finish(layer, &self.routes)
     }
 
-    fn compute_logits(&mut self, token: usize, position: usize) -> Result<(), EngineError> {
+    /// Logits of a token of the step, the last one of the session.
+    fn compute_logits(&mut self, session: &mut Session, token: usize) -> Result<(), EngineError> {
         self.clock.switch(Phase::Head);
-        self.logits.copy_from_slice(self.backend.head(&[token]));
-        if self.logits.iter().all(|l| l.is_finite()) {
+        session.logits.copy_from_slice(self.backend.head(&[token])?);
+        if session.logits.iter().all(|l| l.is_finite()) {
             Ok(())
         } else {
-            Err(EngineError::NotFinite { position })
+            Err(EngineError::NotFinite { position: session.tokens.len() - 1 })
         }
     }
 
@@ -557,7 +577,7 @@ fn open_store(
     let config = StoreConfig {
         slots: plan.ring_slots,
         slot_bytes: plan.slot_bytes as usize,
-        readers: options.readers,
+        readers: READERS,
         verify: options.verify,
     };
     Ok(Store::open(disk, records, config, decoder, meter)?)

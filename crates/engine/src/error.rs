@@ -52,7 +52,8 @@ pub enum EngineError {
     OutOfMemory(#[from] OutOfMemory),
     /// The memory plan does not fit.
     #[error(
-        "the model needs at least {} of memory, {} may be used: raise --memory, or lower --context or --chunk",
+        "the model needs at least {} of memory with these settings, {} may be used: raise --memory, or lower \
+         --context, --chunk or --ring",
         crate::plan::Bytes(*floor), crate::plan::Bytes(*given)
     )]
     Budget {
@@ -88,6 +89,12 @@ pub enum EngineError {
         id: u32,
         /// Size of the vocabulary.
         vocab_size: usize,
+    },
+    /// The model needs something that this build does not have.
+    #[error("{what} is not supported")]
+    Unsupported {
+        /// What it needs.
+        what: String,
     },
     /// Nothing to continue from.
     #[error("the prompt is empty: give at least one token")]

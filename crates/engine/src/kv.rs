@@ -44,14 +44,14 @@ pub enum LayerKv {
 }
 
 impl LayerKv {
-    /// Bytes for a session of `context` positions.
+    /// Bytes for a session of `context` positions that grows by at most `step` at a time.
     #[must_use]
-    pub fn bytes(self, context: usize) -> u64 {
+    pub fn bytes(self, context: usize, step: usize) -> u64 {
         let blocks = |positions: usize| positions.next_multiple_of(BLOCK) as u64;
         match self {
             Self::Paged { bytes_per_token } => blocks(context) * bytes_per_token as u64,
             Self::Window { bytes_per_token, positions } => {
-                blocks(context.min(positions + BLOCK)) * bytes_per_token as u64
+                blocks(context.min(positions + step)) * bytes_per_token as u64
             }
             Self::Recurrent { bytes, snapshots } => bytes as u64 * (snapshots as u64 + 1),
         }
@@ -90,26 +90,43 @@ pub struct KvCache {
 }
 
 impl KvCache {
-    /// A cache for `sessions` sessions of `context` positions each; claims its memory now.
-    #[must_use]
-    pub fn new(spec: &ModelSpec, kv_type: KvType, context: usize, sessions: usize) -> Self {
+    /// A cache for `sessions` sessions of `context` positions each. Its address space is claimed now, pages
+    /// as they are first written.
+    ///
+    /// # Errors
+    /// If a layer keeps something else than pages, which no family does yet.
+    pub fn new(
+        spec: &ModelSpec,
+        kv_type: KvType,
+        context: usize,
+        sessions: usize,
+    ) -> Result<Self, EngineError> {
         let a = &spec.attention;
-        let row_bytes = kv_type.row_bytes(a.head_dim);
-        let block_bytes = a.n_kv_heads * BLOCK * row_bytes;
         let per_session = context.div_ceil(BLOCK);
         let blocks = per_session * sessions;
-        let plane = || vec![0; blocks * block_bytes];
-        Self {
+        let planes = LayerKv::of(spec, kv_type)
+            .into_iter()
+            .map(|layer| match layer {
+                LayerKv::Paged { bytes_per_token } => {
+                    let plane = || vec![0; blocks * BLOCK * bytes_per_token / 2];
+                    Ok([plane(), plane()])
+                }
+                kind => Err(EngineError::Unsupported { what: format!("a layer that keeps {kind:?}") }),
+            })
+            .collect::<Result<_, _>>()?;
+        let row_bytes = kv_type.row_bytes(a.head_dim);
+        let block_bytes = a.n_kv_heads * BLOCK * row_bytes;
+        Ok(Self {
             kv_type,
             n_kv_heads: a.n_kv_heads,
             row_bytes,
             block_bytes,
-            planes: (0..spec.n_layers()).map(|_| [plane(), plane()]).collect(),
+            planes,
             free: (0..blocks as u32).rev().collect(),
             sequences: (0..sessions)
                 .map(|_| Sequence { blocks: Vec::with_capacity(per_session), open: false })
                 .collect(),
-        }
+        })
     }
 
     /// How numbers are kept.
@@ -152,11 +169,13 @@ impl KvCache {
         Ok(())
     }
 
-    /// Gives back the blocks beyond `len` positions.
-    pub fn truncate(&mut self, seq: SeqId, len: usize) {
+    /// Rolls a session back to `len` positions, or to the last one before that it can go back to, and says
+    /// which; blocks beyond are given back. Pages can go back to any.
+    pub fn truncate(&mut self, seq: SeqId, len: usize) -> usize {
         let blocks = &mut self.sequences[seq.0 as usize].blocks;
         let keep = len.div_ceil(BLOCK).min(blocks.len());
         self.free.extend(blocks.drain(keep..).rev());
+        len
     }
 
     /// The blocks of a session, in the order of its positions.

@@ -18,6 +18,7 @@ use crate::backend::cpu::CpuBackend;
 use crate::kv::LayerKv;
 use crate::memory::MemoryFacts;
 use crate::rope::RopeTable;
+use crate::sampler::Sampler;
 
 /// Size of the ring.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -48,6 +49,8 @@ pub struct PlanRequest {
     pub kv: Option<KvType>,
     /// Sessions open at once; 0 counts as 1.
     pub sessions: usize,
+    /// Bytes that the caller holds besides the engine: a tokeniser, planes of its own.
+    pub reserved: u64,
 }
 
 /// Bytes and sizes, decided.
@@ -63,6 +66,8 @@ pub struct Plan {
     pub activation_bytes: u64,
     /// Code, stacks, tables, reader buffers.
     pub fixed_bytes: u64,
+    /// What the caller holds.
+    pub reserved_bytes: u64,
     /// Bytes of a slot.
     pub slot_bytes: u64,
     /// Slots of the ring.
@@ -94,7 +99,9 @@ pub struct Subject<'a> {
     pub backbone_bytes: u64,
     /// No tensor is coded.
     pub all_float: bool,
-    /// A reader needs a buffer of this size to decode a record (the original's files).
+    /// Number of group sizes among the coded weights.
+    pub groups: usize,
+    /// Buffers in which readers decode records (the original's files).
     pub decode_bytes: u64,
 }
 
@@ -120,6 +127,12 @@ impl Plan {
     ) -> Result<Self, EngineError> {
         let spec = subject.spec;
         let setting = |name, value: String, rule: String| EngineError::Setting { name, value, rule };
+        if let Some(memory) = request.memory
+            && memory > facts.limit()
+        {
+            let rule = format!("is more than the {} that there are", Bytes(facts.limit()));
+            return Err(setting("--memory", Bytes(memory).to_string(), rule));
+        }
         let budget_bytes = request.memory.unwrap_or_else(|| facts.budget());
         let kv = request.kv.unwrap_or(if subject.all_float { KvType::F32 } else { KvType::F16 });
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -145,15 +158,22 @@ impl Plan {
         let n_experts: usize = subject.layers.iter().map(|l| l.n_experts as usize).sum();
         let ring_floor = spec.moe.top_k.min(n_experts);
         let fixed_bytes = FIXED_BYTES + subject.decode_bytes;
-        let kv_bytes = |context: usize| -> u64 {
-            LayerKv::of(spec, kv).iter().map(|layer| layer.bytes(context) * sessions as u64).sum()
+        let layers = LayerKv::of(spec, kv);
+        let kv_bytes = |chunk: usize, context: usize| -> u64 {
+            layers.iter().map(|layer| layer.bytes(context, chunk) * sessions as u64).sum()
         };
         let activation_bytes = |chunk: usize, context: usize| {
-            CpuBackend::activation_bytes(spec, chunk, context, threads)
+            let per_session = Sampler::bytes(spec.vocab_size) + 4 * spec.vocab_size as u64;
+            CpuBackend::activation_bytes(spec, subject.groups, chunk, context, threads)
                 + RopeTable::bytes(spec.attention.head_dim, context)
+                + sessions as u64 * per_session
         };
         let without_ring = |chunk: usize, context: usize| {
-            subject.backbone_bytes + fixed_bytes + kv_bytes(context) + activation_bytes(chunk, context)
+            subject.backbone_bytes
+                + fixed_bytes
+                + request.reserved
+                + kv_bytes(chunk, context)
+                + activation_bytes(chunk, context)
         };
         let ring_min = match request.ring {
             RingSize::Auto => ring_floor,
@@ -162,7 +182,7 @@ impl Plan {
         };
         if ring_min < ring_floor {
             let rule = format!("must hold at least {ring_floor} experts of {} each", Bytes(slot_bytes));
-            return Err(setting("--ring", format!("of {ring_min} experts"), rule));
+            return Err(setting("--ring", format!("{ring_min} experts"), rule));
         }
         let ring_min = ring_min.min(n_experts);
         let ring_min_bytes = ring_min as u64 * slot_bytes;
@@ -195,9 +215,10 @@ impl Plan {
         Ok(Self {
             budget_bytes,
             backbone_bytes: subject.backbone_bytes,
-            kv_bytes: kv_bytes(context),
+            kv_bytes: kv_bytes(chunk, context),
             activation_bytes: activation_bytes(chunk, context),
             fixed_bytes,
+            reserved_bytes: request.reserved,
             slot_bytes,
             ring_slots,
             ring_floor,
@@ -229,6 +250,7 @@ impl Plan {
             + self.kv_bytes
             + self.activation_bytes
             + self.fixed_bytes
+            + self.reserved_bytes
             + self.ring_floor as u64 * self.slot_bytes
     }
 

@@ -1,8 +1,8 @@
 //! From logits to a token: penalties, bias, temperature, top-k, top-p, min-p, a seeded draw.
 //!
 //! The order is that of `transformers`' logits processors and warpers: repetition penalty, presence and
-//! frequency penalty, bias, temperature, top-k, top-p, min-p. Memory is claimed when the sampler is made;
-//! a draw is one pass over the vocabulary and no allocation.
+//! frequency penalty, bias, temperature, top-k, top-p (of what top-k left), min-p. Memory is claimed when the
+//! sampler is made; a draw passes over the vocabulary, ranks only what can be drawn, and allocates nothing.
 
 use std::cmp::{Ordering, Reverse};
 use std::collections::BinaryHeap;
@@ -78,10 +78,15 @@ impl Sampling {
                 return fail(name, value, "a number");
             }
         }
-        match self.logit_bias.iter().find(|(id, bias)| *id as usize >= vocab_size || bias.is_nan()) {
-            Some((id, _)) => Err(EngineError::Token { id: *id, vocab_size }),
-            None => Ok(()),
+        for &(id, bias) in &self.logit_bias {
+            if id as usize >= vocab_size {
+                return Err(EngineError::Token { id, vocab_size });
+            }
+            if !(bias < f32::INFINITY) {
+                return fail("logit_bias", bias, "a number, or -inf to forbid the token");
+            }
         }
+        Ok(())
     }
 }
 
@@ -114,9 +119,14 @@ pub struct Sampler {
     counts: Vec<(u32, u32)>,
     /// Ids with a count.
     seen: Vec<u32>,
+    /// Logits with penalties and bias.
+    logits: Vec<f32>,
+    /// `exp((logit - largest) / temperature)` of every token.
+    weights: Vec<f32>,
+    /// The k best, the worst on top.
     worst: BinaryHeap<Reverse<Candidate>>,
-    best: BinaryHeap<Candidate>,
-    kept: Vec<(u32, f32)>,
+    /// What may be drawn, the likeliest first.
+    kept: Vec<Candidate>,
 }
 
 impl std::fmt::Debug for Sampler {
@@ -132,16 +142,23 @@ impl Sampler {
     /// If a setting is out of range.
     pub fn new(sampling: Sampling, vocab_size: usize) -> Result<Self, EngineError> {
         sampling.validate(vocab_size)?;
-        let candidates = if sampling.temperature == 0.0 { 0 } else { vocab_size };
+        let drawn = if sampling.temperature == 0.0 { 0 } else { vocab_size };
         Ok(Self {
             random: SplitMix64(sampling.seed),
-            sampling,
             counts: vec![(0, 0); vocab_size],
             seen: Vec::with_capacity(vocab_size),
-            worst: BinaryHeap::with_capacity(candidates),
-            best: BinaryHeap::with_capacity(candidates),
-            kept: Vec::with_capacity(candidates),
+            logits: vec![0.0; vocab_size],
+            weights: vec![0.0; drawn],
+            worst: BinaryHeap::with_capacity(sampling.top_k.min(drawn)),
+            kept: Vec::with_capacity(drawn),
+            sampling,
         })
+    }
+
+    /// Bytes that a sampler claims at most.
+    #[must_use]
+    pub const fn bytes(vocab_size: usize) -> u64 {
+        (vocab_size * (8 + 4 + 4 + 4 + 8 + 8)) as u64
     }
 
     /// Counts the tokens of a prompt (for the repetition penalty) and forgets those before.
@@ -163,21 +180,25 @@ impl Sampler {
         counts.1 += in_answer;
     }
 
-    /// Chooses a token and counts it. `logits` are changed by penalties and bias.
-    pub fn sample(&mut self, kernels: Kernels, logits: &mut [f32]) -> u32 {
-        self.penalise(logits);
-        let greedy = self.sampling.temperature == 0.0;
-        let id = if greedy { kernels.argmax(logits) } else { self.draw(logits) };
+    /// Chooses a token by `logits` (`[vocab_size]`) and counts it.
+    ///
+    /// # Panics
+    /// If there are not as many logits as the sampler was made for.
+    pub fn sample(&mut self, kernels: Kernels, logits: &[f32]) -> u32 {
+        self.logits.copy_from_slice(logits);
+        self.penalise();
+        let top = kernels.argmax(&self.logits);
+        let id = if self.sampling.temperature == 0.0 { top } else { self.draw(kernels, top) };
         self.count(id, 1);
         id
     }
 
-    fn penalise(&self, logits: &mut [f32]) {
+    fn penalise(&mut self) {
         let s = &self.sampling;
         if s.repetition_penalty != 1.0 || s.presence_penalty != 0.0 || s.frequency_penalty != 0.0 {
             for &id in &self.seen {
                 let (_, in_answer) = self.counts[id as usize];
-                let logit = &mut logits[id as usize];
+                let logit = &mut self.logits[id as usize];
                 if *logit > 0.0 {
                     *logit /= s.repetition_penalty;
                 } else {
@@ -189,56 +210,110 @@ impl Sampler {
             }
         }
         for &(id, bias) in &s.logit_bias {
-            logits[id as usize] += bias;
+            self.logits[id as usize] += bias;
         }
     }
 
-    fn draw(&mut self, logits: &[f32]) -> u32 {
-        let s = &self.sampling;
-        let k = if s.top_k == 0 { logits.len() } else { s.top_k.min(logits.len()) };
-        self.best.clear();
-        let candidates = logits.iter().enumerate().map(|(id, &logit)| Candidate { logit, id: id as u32 });
-        if k < logits.len() {
-            // A heap of the k best, the worst on top: one pass, most logits cost one comparison.
-            for candidate in candidates.map(Reverse) {
-                if self.worst.len() < k {
-                    self.worst.push(candidate);
-                } else if self.worst.peek().is_some_and(|top| candidate < *top) {
-                    self.worst.pop();
-                    self.worst.push(candidate);
+    /// Draws with the probabilities that temperature, top-k, top-p and min-p leave.
+    fn draw(&mut self, kernels: Kernels, top: u32) -> u32 {
+        let Sampling { temperature, top_k, top_p, min_p, .. } = self.sampling;
+        let largest = self.logits[top as usize];
+        for (weight, logit) in self.weights.iter_mut().zip(&self.logits) {
+            *weight = (logit - largest) / temperature;
+        }
+        kernels.exp_in_place(&mut self.weights);
+        // The likeliest token has weight 1, so min-p is a threshold.
+        let above = |weight: f32| if weight >= min_p { weight } else { 0.0 };
+        if top_k > 0 && top_k < self.logits.len() {
+            self.keep_top_k();
+        } else if top_p < 1.0 {
+            self.keep_likely();
+        } else {
+            // Nothing to rank.
+            let weights = self.weights.iter().map(|&w| above(w));
+            return choose(&mut self.random, weights).map_or(top, |id| id as u32);
+        }
+        let weights = self.kept.iter().map(|c| above(self.weights[c.id as usize]));
+        choose(&mut self.random, weights).map_or(top, |i| self.kept[i].id)
+    }
+
+    /// Cuts what is ranked after the fewest tokens that reach `top_p` of `total`, at least one.
+    fn cut(&mut self, total: f64) {
+        if self.sampling.top_p == 1.0 {
+            return;
+        }
+        let enough = f64::from(self.sampling.top_p) * total;
+        let mut sum = 0.0;
+        let weights = self.kept.iter().map(|c| f64::from(self.weights[c.id as usize]));
+        let keep = weights.take_while(|w| {
+            let wanted = sum < enough;
+            sum += w;
+            wanted
+        });
+        let keep = keep.count();
+        self.kept.truncate(keep.max(1));
+    }
+
+    /// Ranks the k largest: one pass, in which most logits cost one comparison.
+    fn keep_top_k(&mut self) {
+        for (id, &logit) in self.logits.iter().enumerate() {
+            let candidate = Reverse(Candidate { logit, id: id as u32 });
+            if self.worst.len() < self.sampling.top_k {
+                self.worst.push(candidate);
+            } else if self.worst.peek().is_some_and(|top| candidate < *top) {
+                self.worst.pop();
+                self.worst.push(candidate);
+            }
+        }
+        self.kept.clear();
+        self.kept.extend(self.worst.drain().map(|Reverse(candidate)| candidate));
+        self.kept.sort_unstable_by(|a, b| b.cmp(a));
+        let total = self.kept.iter().map(|c| f64::from(self.weights[c.id as usize])).sum();
+        self.cut(total);
+    }
+
+    /// Ranks what top-p can keep: tokens above a threshold, lowered until they reach the probability, so
+    /// that the long tail is not sorted. The ranking is the same as that of a full sort.
+    fn keep_likely(&mut self) {
+        let total: f64 = self.weights.iter().map(|&w| f64::from(w)).sum();
+        let enough = f64::from(self.sampling.top_p) * total;
+        let mut threshold = 1.0 / 256.0;
+        loop {
+            self.kept.clear();
+            let mut sum = 0.0;
+            for (id, (&logit, &weight)) in self.logits.iter().zip(&self.weights).enumerate() {
+                if weight >= threshold {
+                    sum += f64::from(weight);
+                    self.kept.push(Candidate { logit, id: id as u32 });
                 }
             }
-            self.best.extend(self.worst.drain().map(|Reverse(candidate)| candidate));
-        } else {
-            self.best.extend(candidates);
-        }
-        let top = self.best.peek().map_or(0.0, |c| c.logit);
-        let weight = |logit: f32| libm::exp(f64::from((logit - top) / s.temperature));
-        // This total only decides where top-p ends; the draw sums what is kept.
-        let total: f64 = self.best.iter().map(|c| weight(c.logit)).sum();
-
-        self.kept.clear();
-        let (mut sum, mut first) = (0.0, None);
-        while let Some(candidate) = self.best.pop() {
-            let w = weight(candidate.logit);
-            let likeliest = *first.get_or_insert(w);
-            let enough = sum >= f64::from(s.top_p) * total;
-            if !self.kept.is_empty() && (enough || w < f64::from(s.min_p) * likeliest) {
+            if sum >= enough || self.kept.len() == self.logits.len() {
                 break;
             }
-            sum += w;
-            self.kept.push((candidate.id, w as f32));
+            // Below the smallest normal weight everything is kept.
+            threshold = if threshold > 1e-30 { threshold / 256.0 } else { 0.0 };
         }
-        let sum: f64 = self.kept.iter().map(|(_, w)| f64::from(*w)).sum();
-        let mut left = self.random.unit() * sum;
-        for &(id, w) in &self.kept {
-            left -= f64::from(w);
+        self.kept.sort_unstable_by(|a, b| b.cmp(a));
+        // What the threshold left out is part of the whole that top-p is a share of.
+        self.cut(total);
+    }
+}
+
+/// The index of a draw in proportion to `weights`; none if all are 0.
+fn choose(random: &mut SplitMix64, weights: impl Iterator<Item = f32> + Clone) -> Option<usize> {
+    let sum: f64 = weights.clone().map(f64::from).sum();
+    let mut left = random.unit() * sum;
+    let mut last = None;
+    for (i, weight) in weights.enumerate() {
+        if weight > 0.0 {
+            left -= f64::from(weight);
+            last = Some(i);
             if left < 0.0 {
-                return id;
+                break;
             }
         }
-        self.kept.last().map_or(0, |(id, _)| *id)
     }
+    last
 }
 
 /// SplitMix64 (Steele, Lea and Flood 2014): the seed is the state, any seed is good.
@@ -273,7 +348,7 @@ mod tests {
         let mut counts = [0.0; 5];
         for _ in 0..20_000 {
             s.begin(&[]);
-            counts[s.sample(Kernels::detect(), &mut logits.clone()) as usize] += 1.0 / 20_000.0;
+            counts[s.sample(Kernels::detect(), &logits) as usize] += 1.0 / 20_000.0;
         }
         counts
     }
@@ -283,7 +358,7 @@ mod tests {
     #[test]
     fn greedy_takes_the_largest_and_the_lowest_id_at_ties() {
         assert_eq!(
-            sampler(Sampling::default()).sample(Kernels::detect(), &mut [0.0, 2.0, 2.0, f32::NAN, 1.0]),
+            sampler(Sampling::default()).sample(Kernels::detect(), &[0.0, 2.0, 2.0, f32::NAN, 1.0]),
             1
         );
     }
@@ -309,6 +384,30 @@ mod tests {
     }
 
     #[test]
+    fn top_p_keeps_what_a_full_sort_would() {
+        // Flat, peaked and long-tailed: the threshold has to be lowered a different number of times.
+        for (spread, top_p) in [(0.0, 0.9), (3.0, 0.5), (12.0, 0.999), (60.0, 0.95), (200.0, 1.0 - 1e-7)] {
+            let mut random = SplitMix64(9);
+            let logits: Vec<f32> = (0..3000).map(|_| (random.unit() * spread) as f32).collect();
+            let sampling = Sampling { temperature: 1.0, top_p, ..Sampling::default() };
+            let mut s = Sampler::new(sampling, logits.len()).unwrap();
+            s.sample(Kernels::detect(), &logits);
+            let mut order: Vec<usize> = (0..logits.len()).collect();
+            order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
+            let total: f64 = s.weights.iter().map(|&w| f64::from(w)).sum();
+            let (mut sum, mut expected) = (0.0, Vec::new());
+            for id in order {
+                if sum >= f64::from(top_p) * total {
+                    break;
+                }
+                sum += f64::from(s.weights[id]);
+                expected.push(id as u32);
+            }
+            assert_eq!(s.kept.iter().map(|c| c.id).collect::<Vec<_>>(), expected, "{spread} {top_p}");
+        }
+    }
+
+    #[test]
     fn penalties_and_bias_move_logits_as_documented() {
         let mut s = sampler(Sampling {
             repetition_penalty: 2.0,
@@ -318,23 +417,20 @@ mod tests {
             ..Sampling::default()
         });
         s.begin(&[1, 4]);
-        let mut logits = LOGITS;
-        assert_eq!(s.sample(Kernels::detect(), &mut logits), 4);
-        assert_eq!(logits, [1.0, 1.5, 2.0, 0.0, 8.0]);
-        let mut logits = LOGITS;
-        s.sample(Kernels::detect(), &mut logits);
-        assert_eq!(logits, [1.0, 1.5, 2.0, 0.0, 7.25]);
+        assert_eq!(s.sample(Kernels::detect(), &LOGITS), 4);
+        assert_eq!(s.logits, [1.0, 1.5, 2.0, 0.0, 8.0]);
+        s.sample(Kernels::detect(), &LOGITS);
+        assert_eq!(s.logits, [1.0, 1.5, 2.0, 0.0, 7.25]);
         s.begin(&[]);
-        let mut logits = LOGITS;
-        s.sample(Kernels::detect(), &mut logits);
-        assert_eq!(logits[1], 3.0);
+        s.sample(Kernels::detect(), &LOGITS);
+        assert_eq!(s.logits[1], 3.0);
     }
 
     #[test]
     fn the_same_seed_draws_the_same_tokens() {
         let draws = |seed| {
             let mut s = sampler(Sampling { temperature: 2.0, seed, ..Sampling::default() });
-            (0..50).map(|_| s.sample(Kernels::detect(), &mut LOGITS.clone())).collect::<Vec<_>>()
+            (0..50).map(|_| s.sample(Kernels::detect(), &LOGITS)).collect::<Vec<_>>()
         };
         assert_eq!(draws(1337), draws(1337));
         assert_ne!(draws(1337), draws(1338));
@@ -348,6 +444,7 @@ mod tests {
             Sampling { min_p: 2.0, ..Sampling::default() },
             Sampling { repetition_penalty: 0.0, ..Sampling::default() },
             Sampling { logit_bias: vec![(5, 0.0)], ..Sampling::default() },
+            Sampling { logit_bias: vec![(1, f32::INFINITY)], ..Sampling::default() },
         ];
         assert!(bad.into_iter().all(|s| Sampler::new(s, 5).is_err()));
     }

@@ -1,14 +1,37 @@
 //! A session: one conversation's timeline of tokens whose keys and values are in the cache.
 
+use std::sync::{Arc, Mutex};
+
 use crate::kv::SeqId;
 
-/// One mutable timeline. Made by [`crate::Engine::open_session`], given back to
-/// [`crate::Engine::close_session`].
+/// Sessions of one engine that were dropped and whose cache can be freed.
+#[derive(Debug, Default)]
+pub(crate) struct Dropped(Mutex<Vec<SeqId>>);
+
+impl Dropped {
+    /// Takes one.
+    pub(crate) fn take(&self) -> Option<SeqId> {
+        self.0.lock().ok()?.pop()
+    }
+}
+
+/// One mutable timeline, made by [`crate::Engine::open_session`]. Dropping it frees its cache.
 #[derive(Debug)]
 pub struct Session {
     pub(crate) seq: SeqId,
     /// Tokens whose keys and values are held; never more than the context.
     pub(crate) tokens: Vec<u32>,
+    pub(crate) logits: Vec<f32>,
+    /// Of the engine that made it.
+    pub(crate) dropped: Arc<Dropped>,
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        if let Ok(mut dropped) = self.dropped.0.lock() {
+            dropped.push(self.seq);
+        }
+    }
 }
 
 impl Session {
@@ -16,6 +39,12 @@ impl Session {
     #[must_use]
     pub fn tokens(&self) -> &[u32] {
         &self.tokens
+    }
+
+    /// Logits after the last token that was computed, `[vocab_size]`.
+    #[must_use]
+    pub fn logits(&self) -> &[f32] {
+        &self.logits
     }
 
     /// How many are held.

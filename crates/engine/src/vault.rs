@@ -128,12 +128,18 @@ impl Vault {
         self.experts.manifest()?.files.iter().find(|entry| entry.name == name)
     }
 
+    /// Where a side file would be.
+    #[must_use]
+    pub fn side_path(&self, name: &str) -> PathBuf {
+        self.directory.join(name)
+    }
+
     /// A side file (tokeniser, template, configs), with its checksum checked; `None` if there is none.
     ///
     /// # Errors
     /// If it cannot be read, or is not the file that was sculpted.
     pub fn side_file(&self, name: &str) -> Result<Option<Vec<u8>>, EngineError> {
-        let path = self.directory.join(name);
+        let path = self.side_path(name);
         let listed = self.listed(name);
         if self.experts.manifest().is_some() && listed.is_none() {
             return Ok(None);
@@ -141,6 +147,10 @@ impl Vault {
         let bytes = match fs::read(&path) {
             Ok(bytes) => bytes,
             Err(e) if e.kind() == std::io::ErrorKind::NotFound && listed.is_none() => return Ok(None),
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
+                let what = "it is missing, and the vault lists it".to_owned();
+                return Err(EngineError::Damaged { file: path, what });
+            }
             Err(source) => return Err(EngineError::Io { file: path, source }),
         };
         if let Some(entry) = listed {

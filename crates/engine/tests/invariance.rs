@@ -65,14 +65,14 @@ fn prefill_of_n_tokens_is_n_decode_steps() {
             let mut engine = open(&vault, &options);
             let mut session = engine.open_session().unwrap();
             engine.sync(&mut session, &prompt, &mut Control::default()).unwrap();
-            let prefilled = bits(engine.logits());
-            engine.close_session(session);
+            let prefilled = bits(session.logits());
+            drop(session);
             let mut session = engine.open_session().unwrap();
             engine.sync(&mut session, &prompt[..1], &mut Control::default()).unwrap();
             for &token in &prompt[1..] {
-                engine.decode(&mut session, token).unwrap();
+                engine.decode(&mut session, token, &mut Control::default()).unwrap();
             }
-            assert_eq!(bits(engine.logits()), prefilled, "{kv:?}");
+            assert_eq!(bits(session.logits()), prefilled, "{kv:?}");
         }
     }
 }

@@ -40,7 +40,7 @@ fn decoded_tokens_do_not_allocate() {
             // The first tokens warm up: worker threads start, queues reach their sizes.
             let (mut n, mut warm) = (0, 0);
             engine
-                .generate(&mut session, &mut sampler, &limits, &mut |_| {
+                .generate(&mut session, &mut sampler, &limits, &mut Control::default(), &mut |_| {
                     n += 1;
                     if n == 60 {
                         warm = ALLOCATOR.allocations();

@@ -32,16 +32,16 @@ fn a_session_reuses_what_it_holds_and_gives_the_same_bits() {
     engine.sync(&mut session, &prompt[..40], control).unwrap();
     let synced = engine.sync(&mut session, &prompt, control).unwrap();
     assert_eq!(synced, Synced { reused: 40, prefilled: 20 });
-    let grown = bits(engine.logits());
+    let grown = bits(session.logits());
     // A shorter and a diverging prompt drop what lies beyond; the same prompt recomputes its last token.
     assert_eq!(engine.sync(&mut session, &prompt[..10], control).unwrap().reused, 9);
     let mut other = prompt.clone();
     other[30] = (other[30] + 1) % vault.spec.vocab_size as u32;
     assert_eq!(engine.sync(&mut session, &other, control).unwrap().reused, 10);
     assert_eq!(engine.sync(&mut session, &prompt, control).unwrap().reused, 30);
-    assert_eq!(bits(engine.logits()), grown);
+    assert_eq!(bits(session.logits()), grown);
     assert_eq!(engine.sync(&mut session, &prompt, control).unwrap(), Synced { reused: 59, prefilled: 1 });
-    assert_eq!(bits(engine.logits()), grown);
+    assert_eq!(bits(session.logits()), grown);
 }
 
 #[test]
@@ -62,11 +62,11 @@ fn a_cancelled_prompt_keeps_its_finished_chunks() {
     assert_eq!(session.tokens(), &prompt[..16]);
     let synced = engine.sync(&mut session, &prompt, &mut Control::default()).unwrap();
     assert_eq!(synced, Synced { reused: 16, prefilled: 24 });
-    let resumed = bits(engine.logits());
-    engine.close_session(session);
+    let resumed = bits(session.logits());
+    drop(session);
     let mut session = engine.open_session().unwrap();
     engine.sync(&mut session, &prompt, &mut Control::default()).unwrap();
-    assert_eq!(bits(engine.logits()), resumed);
+    assert_eq!(bits(session.logits()), resumed);
 }
 
 #[test]
@@ -82,7 +82,10 @@ fn what_does_not_fit_is_refused_by_name() {
     assert!(matches!(long, Err(EngineError::ContextFull { needed: 257, context: 256 })));
     assert!(matches!(engine.open_session(), Err(EngineError::NoSession { sessions: 1 })));
     engine.sync(&mut session, &model.prompt(256, 1), control).unwrap();
-    assert!(matches!(engine.decode(&mut session, 1), Err(EngineError::ContextFull { .. })));
+    assert!(matches!(
+        engine.decode(&mut session, 1, &mut Control::default()),
+        Err(EngineError::ContextFull { .. })
+    ));
 }
 
 #[test]
@@ -137,7 +140,7 @@ fn a_failed_or_torn_read_ends_the_request_and_the_next_one_succeeds() {
         assert!(is_right(&error), "{error}");
         let text = error.to_string();
         assert!(text.contains("layer") && text.contains("expert"), "{text}");
-        engine.close_session(session);
+        drop(session);
         disk.heal();
         assert_eq!(greedy(&mut engine, &prompt, 8), expected);
     }

@@ -14,7 +14,8 @@ impl<'a> Bytes<'a> {
     /// The `len` bytes at `offset` of `file`.
     pub fn at(file: &'a [u8], what: &'static str, offset: u64, len: u64) -> Result<Self, FormatError> {
         let available = (file.len() as u64).saturating_sub(offset);
-        if len > available {
+        // An empty structure beyond the end is outside, too.
+        if len > available || offset > file.len() as u64 {
             return Err(FormatError::Truncated { what, offset, needed: len, available });
         }
         let start = offset as usize;

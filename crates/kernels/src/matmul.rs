@@ -23,6 +23,7 @@ pub struct Input<'a> {
     x: &'a [f32],
     tokens: usize,
     coded: &'a [Quantised<'a>],
+    exact: bool,
 }
 
 /// The operand that a matrix takes of an [`Input`].
@@ -42,13 +43,13 @@ impl<'a> Input<'a> {
     #[must_use]
     pub fn new(x: &'a [f32], tokens: usize, coded: &'a [Quantised<'a>]) -> Self {
         assert!(coded.iter().all(|q| q.tokens() == tokens), "{tokens} tokens in every quantisation");
-        Self { x, tokens, coded }
+        Self { x, tokens, coded, exact: false }
     }
 
     /// Activations for exact products: coded weights are decoded and multiplied in `f32` too.
     #[must_use]
     pub fn exact(x: &'a [f32], tokens: usize) -> Self {
-        Self { x, tokens, coded: &[] }
+        Self { x, tokens, coded: &[], exact: true }
     }
 
     /// Tokens.
@@ -57,10 +58,10 @@ impl<'a> Input<'a> {
         self.tokens
     }
 
-    /// True if there are no codes, so that all products are exact.
+    /// True if coded weights too are multiplied in `f32`.
     #[must_use]
     pub const fn is_exact(&self) -> bool {
-        self.coded.is_empty()
+        self.exact
     }
 
     /// What `matrix` is multiplied by.
@@ -69,7 +70,7 @@ impl<'a> Input<'a> {
     /// If that is missing or of another width.
     pub(crate) fn operand(&self, matrix: &Matrix<'_>) -> Operand<'a> {
         match matrix.uniform() {
-            Some(uniform) if !self.coded.is_empty() => {
+            Some(uniform) if !self.exact => {
                 let fits = |q: &&Quantised<'_>| q.group() == uniform.group() && q.cols() == matrix.cols();
                 match self.coded.iter().find(fits) {
                     Some(&q) => Operand::Coded(q),

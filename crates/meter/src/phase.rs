@@ -143,6 +143,11 @@ impl PhaseClock {
         self.end_step_at(Instant::now())
     }
 
+    /// Adds time spent between steps to the totals of `phase`; it is no step of its own.
+    pub fn charge(&self, phase: Phase, time: Duration) {
+        self.meter.phase_ns[phase as usize].add(nanoseconds(time));
+    }
+
     fn begin_step_at(&mut self, now: Instant) {
         self.step = Default::default();
         self.running = Some((Phase::Other, now));

@@ -35,6 +35,10 @@ impl Tokenizer {
     /// [`TextError::Tokenizer`] if it is no such file.
     pub fn from_bytes(tokenizer_json: &[u8]) -> Result<Self, TextError> {
         let fail = |error: tokenizers::Error| TextError::Tokenizer { reason: error.to_string() };
+        // The library (0.23) panics where the JSON inside `decoder` does not read, so that is found out before.
+        if let Err(error) = serde_json::from_slice::<serde_json::Value>(tokenizer_json) {
+            return Err(TextError::Tokenizer { reason: error.to_string() });
+        }
         let mut tokenizer = tokenizers::Tokenizer::from_bytes(tokenizer_json).map_err(fail)?;
         tokenizer.with_truncation(None).map_err(fail)?;
         tokenizer.with_padding(None);

@@ -13,6 +13,7 @@ use smoe_kernels::{
 };
 use smoe_store::Lease;
 
+use crate::EngineError;
 use crate::backend::{Backend, HEAD_ROWS, Row};
 use crate::kv::{BLOCK, KvCache};
 use crate::plan::Plan;
@@ -112,9 +113,12 @@ impl Context {
                 coded.fresh = true;
             }
         }
+        if self.exact {
+            return f(&Input::exact(x, tokens));
+        }
         let mut fresh = coded.iter().filter(|coded| coded.fresh).map(|coded| coded.activations.view());
         let Some(first) = fresh.next() else {
-            return f(&Input::exact(x, tokens));
+            return f(&Input::new(x, tokens, &[]));
         };
         let mut views = [first; MAX_GROUPS];
         let mut n = 1;
@@ -182,9 +186,8 @@ pub struct CpuBackend {
     logits: Vec<f32>,
 }
 
-/// Group sizes of all coded weights.
-fn groups(weights: &Weights, experts: &[LayerTable]) -> Vec<usize> {
-    let resident = weights.tensors().map(|t| t.encoding);
+/// Group sizes of all coded weights: as many int8 forms may an input have.
+pub(crate) fn groups(resident: impl Iterator<Item = Encoding>, experts: &[LayerTable]) -> Vec<usize> {
     let routed = experts.iter().flat_map(|table| &table.tensors).map(|t| t.encoding);
     let mut groups: Vec<usize> = resident
         .chain(routed)
@@ -224,7 +227,7 @@ impl CpuBackend {
         let (heads, kv_heads) = (a.n_heads * a.head_dim, a.n_kv_heads * a.head_dim);
         let pairs = t * spec.moe.top_k;
         let score_len = a.n_heads / a.n_kv_heads * plan.context;
-        let groups = groups(&weights, experts);
+        let groups = groups(weights.tensors().map(|t| t.encoding), experts);
         let floats = exact || experts.iter().flat_map(|t| &t.tensors).any(|t| t.encoding.is_float());
         let plane = |tokens, cols| Plane::with_capacity(tokens, cols, &groups);
         Self {
@@ -260,17 +263,24 @@ impl CpuBackend {
         }
     }
 
-    /// Bytes of the planes that [`Self::new`] claims, and of the routes beside them.
+    /// Bytes of the planes that [`Self::new`] claims, and of the routes beside them; `groups` is the number
+    /// of group sizes among the coded weights.
     #[must_use]
-    pub fn activation_bytes(spec: &ModelSpec, chunk: usize, context: usize, threads: usize) -> u64 {
+    pub fn activation_bytes(
+        spec: &ModelSpec,
+        groups: usize,
+        chunk: usize,
+        context: usize,
+        threads: usize,
+    ) -> u64 {
         let a = &spec.attention;
         let (t, d, width) = (chunk as u64, spec.d_model as u64, dense_width(spec) as u64);
         let heads = (a.n_heads * a.head_dim) as u64;
         let kv_heads = (a.n_kv_heads * a.head_dim) as u64;
         let pairs = t * spec.moe.top_k as u64;
         let d_expert = spec.moe.d_expert as u64;
-        // A plane with an int8 form: 4 bytes, 1 byte, and scale, sum and scaled scale per group of 32.
-        let plane = |values: u64| values * 6;
+        // 4 bytes, and per int8 form 1 byte, and scale and sum per group of 16 and more.
+        let plane = |values: u64| values * 4 + values * groups as u64 * 3 / 2;
         let floats = 3 * t * d
             + t * (heads + 2 * kv_heads)
             + 2 * t * width
@@ -309,15 +319,16 @@ fn resident_ffn(weights: &Weights, layer: usize, shared: bool) -> Option<&Ffn> {
 }
 
 impl Backend for CpuBackend {
-    fn embed(&mut self, tokens: &[u32]) {
+    fn embed(&mut self, tokens: &[u32]) -> Result<(), EngineError> {
         self.tokens = tokens.len();
         let d = self.context.spec.d_model;
         for (row, &token) in self.hidden.chunks_exact_mut(d).zip(tokens) {
             self.context.weights.row(&self.context.weights.embed, token as usize, row);
         }
+        Ok(())
     }
 
-    fn attend(&mut self, layer: usize, rows: &[Row], kv: &mut KvCache) {
+    fn attend(&mut self, layer: usize, rows: &[Row], kv: &mut KvCache) -> Result<(), EngineError> {
         let Self { context, hidden, normed, q, k, v, mixed, delta, scores, tokens, .. } = self;
         let (tokens, kernels, pool) = (*tokens, context.kernels, &context.pool);
         let spec = &context.spec;
@@ -381,36 +392,39 @@ impl Backend for CpuBackend {
         });
         context.multiply(&weights.o, mixed, tokens, delta);
         context.add(hidden, delta);
+        Ok(())
     }
 
-    fn dense(&mut self, layer: usize) {
+    fn dense(&mut self, layer: usize) -> Result<(), EngineError> {
         let n = self.tokens * self.context.spec.d_model;
         let norm = &self.context.weights.layers[layer].ffn_norm;
         self.context.norm(&self.hidden[..n], norm, self.normed.fill(n));
         self.swiglu(layer, false);
         self.context.add(&mut self.hidden[..n], &self.delta);
+        Ok(())
     }
 
-    fn route(&mut self, layer: usize) -> &[f32] {
+    fn route(&mut self, layer: usize) -> Result<&[f32], EngineError> {
         let n = self.tokens * self.context.spec.d_model;
         let weights = &self.context.weights.layers[layer];
         self.context.norm(&self.hidden[..n], &weights.ffn_norm, self.normed.fill(n));
         if let LayerFfn::Moe { router, .. } = &weights.ffn {
             self.context.multiply(router, &mut self.normed, self.tokens, &mut self.router);
         }
-        &self.router[..self.tokens * self.context.spec.moe.n_experts]
+        Ok(&self.router[..self.tokens * self.context.spec.moe.n_experts])
     }
 
-    fn begin(&mut self, layer: usize, _routes: &Routes) {
+    fn begin(&mut self, layer: usize, _routes: &Routes) -> Result<(), EngineError> {
         self.filled = 0;
         self.swiglu(layer, true);
+        Ok(())
     }
 
-    fn experts(&mut self, layer: usize, ready: &mut Vec<Lease>, routes: &Routes) {
+    fn experts(&mut self, layer: usize, ready: &mut Vec<Lease>, routes: &Routes) -> Result<(), EngineError> {
         let Self { context, normed, outputs, output_row, filled, scratch, tokens, .. } = self;
         let d = context.spec.d_model;
         let found = context.experts.binary_search_by_key(&(layer as u32), |table| table.layer);
-        let Ok(table) = found.map(|i| &context.experts[i]) else { return };
+        let table = &context.experts[found.expect("an MoE layer has its table, as the vault was checked")];
         for leases in ready.chunks(CALL_EXPERTS) {
             let calls: [_; CALL_EXPERTS] = std::array::from_fn(|i| {
                 let lease = &leases[i.min(leases.len() - 1)];
@@ -430,9 +444,15 @@ impl Backend for CpuBackend {
             });
         }
         ready.clear();
+        Ok(())
     }
 
-    fn finish(&mut self, layer: usize, routes: &Routes) {
+    fn reclaim(&mut self) -> Result<bool, EngineError> {
+        // Work is done when a verb returns.
+        Ok(false)
+    }
+
+    fn finish(&mut self, layer: usize, routes: &Routes) -> Result<(), EngineError> {
         let Self { context, hidden, delta, sum, outputs, output_row, tokens, .. } = self;
         let d = context.spec.d_model;
         let has_shared = resident_ffn(&context.weights, layer, true).is_some();
@@ -450,9 +470,10 @@ impl Backend for CpuBackend {
             }
         });
         context.add(&mut hidden[..*tokens * d], sum);
+        Ok(())
     }
 
-    fn head(&mut self, tokens: &[usize]) -> &mut [f32] {
+    fn head(&mut self, tokens: &[usize]) -> Result<&[f32], EngineError> {
         assert!(tokens.len() <= HEAD_ROWS, "{} rows of logits at once", tokens.len());
         let Self { context, hidden, head_input, logits, .. } = self;
         let d = context.spec.d_model;
@@ -462,20 +483,20 @@ impl Backend for CpuBackend {
             context.kernels.rms_norm(hidden, &context.weights.final_norm, context.spec.rms_norm_eps, row);
         }
         context.multiply(&context.weights.head, head_input, tokens.len(), logits);
-        &mut logits[..tokens.len() * context.spec.vocab_size]
+        Ok(&logits[..tokens.len() * context.spec.vocab_size])
     }
 
-    fn hidden(&self) -> &[f32] {
-        &self.hidden[..self.tokens * self.context.spec.d_model]
+    fn hidden(&mut self) -> Result<&[f32], EngineError> {
+        Ok(&self.hidden[..self.tokens * self.context.spec.d_model])
     }
 
-    fn final_hidden(&mut self, token: usize) -> &[f32] {
+    fn final_hidden(&mut self, token: usize) -> Result<&[f32], EngineError> {
         let Self { context, hidden, head_input, .. } = self;
         let d = context.spec.d_model;
         let out = head_input.fill(d);
         let hidden = &hidden[token * d..(token + 1) * d];
         context.kernels.rms_norm(hidden, &context.weights.final_norm, context.spec.rms_norm_eps, out);
-        out
+        Ok(out)
     }
 }
 

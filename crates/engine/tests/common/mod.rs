@@ -106,12 +106,11 @@ pub fn greedy(engine: &mut Engine, prompt: &[u32], n: usize) -> Vec<u32> {
     let mut tokens = Vec::new();
     let limits = Limits { max_tokens: n, end_tokens: Vec::new() };
     engine
-        .generate(&mut session, &mut sampler, &limits, &mut |token| {
+        .generate(&mut session, &mut sampler, &limits, &mut Control::default(), &mut |token| {
             tokens.push(token);
             ControlFlow::Continue(())
         })
         .unwrap();
-    engine.close_session(session);
     tokens
 }
 
