@@ -54,6 +54,7 @@ fn float_and_exact_vaults_agree_with_the_reference_on_the_same_weights() {
             ("q3a/128", "q5a/16"),
             ("q6/64", "q6/128"),
             ("q8a/32", "bf16"),
+            ("bf16,q5/64,q4/32", "q8/64"),
         ] {
             let dir = tempfile::tempdir().unwrap();
             let vault = write_tiny(dir.path(), &model, experts, backbone);

@@ -9,7 +9,13 @@ use smoe_engine::{Control, EngineOptions, KvType};
 use smoe_testkit::TinyModel;
 
 /// Coded, float and mixed vaults with odd shapes: tiles and groups are padded.
-const ENCODINGS: [(&str, &str); 3] = [("q4/64", "q8/64"), ("bf16", "bf16"), ("q3a/32", "q6/128")];
+const ENCODINGS: [(&str, &str); 5] = [
+    ("q4/64", "q8/64"),
+    ("bf16", "bf16"),
+    ("q3a/32", "q6/128"),
+    ("bf16,bf16,q4/64", "q8/64"),
+    ("q4/32,q8/128,q6/64", "bf16"),
+];
 
 #[test]
 fn ring_chunk_threads_and_kernels_do_not_change_a_bit() {

@@ -22,36 +22,35 @@ fn decoded_tokens_do_not_allocate() {
             let vault = write_tiny(dir.path(), &model, experts, backbone);
             // A ring at the floor: tokens read and evict.
             let mut engine = open(&vault, &options(RingSize::Slots(vault.spec.moe.top_k), 16, 2));
-            let sampling = Sampling {
-                temperature: 1.5,
-                top_k: 40,
-                top_p: 0.95,
-                min_p: 0.01,
-                repetition_penalty: 1.1,
-                frequency_penalty: 0.1,
-                ..Sampling::default()
-            };
-            let mut sampler = Sampler::new(sampling, vault.spec.vocab_size).unwrap();
-            let mut session = engine.open_session().unwrap();
-            let prompt = model.prompt(20, 1);
-            engine.sync(&mut session, &prompt, &mut Control::default()).unwrap();
-            sampler.begin(&prompt);
-            let limits = Limits { max_tokens: 160, end_tokens: Vec::new() };
-            // The first tokens warm up: worker threads start, queues reach their sizes.
-            let (mut n, mut warm) = (0, 0);
-            engine
-                .generate(&mut session, &mut sampler, &limits, &mut Control::default(), &mut |_| {
-                    n += 1;
-                    if n == 60 {
-                        warm = ALLOCATOR.allocations();
-                    }
-                    ControlFlow::Continue(())
-                })
-                .unwrap();
-            let after = ALLOCATOR.allocations();
-            let read = engine.store_snapshot().disk_bytes;
-            assert!(read > 0, "nothing was read");
-            assert_eq!(after - warm, 0, "{experts} {backbone}: allocations in 100 tokens");
+            let base = Sampling { temperature: 1.5, min_p: 0.01, ..Sampling::default() };
+            for sampling in [
+                Sampling::default(),
+                base.clone(),
+                Sampling { top_p: 0.95, ..base.clone() },
+                Sampling { top_k: 40, top_p: 0.95, repetition_penalty: 1.1, frequency_penalty: 0.1, ..base },
+            ] {
+                let mut sampler = Sampler::new(sampling, vault.spec.vocab_size).unwrap();
+                let mut session = engine.open_session().unwrap();
+                let prompt = model.prompt(20, 1);
+                engine.sync(&mut session, &prompt, &mut Control::default()).unwrap();
+                sampler.begin(&prompt);
+                let limits = Limits { max_tokens: 160, end_tokens: Vec::new() };
+                // The first tokens warm up: worker threads start, queues reach their sizes.
+                let (mut n, mut warm) = (0, 0);
+                engine
+                    .generate(&mut session, &mut sampler, &limits, &mut Control::default(), &mut |_| {
+                        n += 1;
+                        if n == 60 {
+                            warm = ALLOCATOR.allocations();
+                        }
+                        ControlFlow::Continue(())
+                    })
+                    .unwrap();
+                let after = ALLOCATOR.allocations();
+                let read = engine.store_snapshot().disk_bytes;
+                assert!(read > 0, "nothing was read");
+                assert_eq!(after - warm, 0, "{experts} {backbone}: allocations in 100 tokens");
+            }
         }
     }
 }
