@@ -81,6 +81,9 @@ fn is_usage(error: &(dyn Error + 'static)) -> bool {
 
 impl<E: Error + 'static> From<E> for Failure {
     fn from(error: E) -> Self {
+        if matches!((&error as &dyn Error).downcast_ref(), Some(SculptError::Stopped)) {
+            return Self::Interrupted;
+        }
         if is_usage(&error) { Self::Usage(error.to_string()) } else { Self::Failed(error.into()) }
     }
 }

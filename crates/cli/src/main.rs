@@ -1,7 +1,7 @@
 //! `smoe`: the only room that prints, reads arguments and exits.
 //!
 //! `main` parses, one module per command does, and a [`failure::Failure`] becomes an exit code: 0 done, 1 failed,
-//! 2 wrong usage.
+//! 2 wrong usage, 130 interrupted.
 #![forbid(unsafe_code)]
 #![allow(clippy::print_stderr, reason = "printing is this room's office")]
 

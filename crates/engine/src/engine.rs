@@ -175,7 +175,8 @@ pub fn plan(vault: &Vault, request: &PlanRequest, facts: &MemoryFacts) -> Result
 }
 
 impl Engine {
-    /// Opens a vault: plans, claims memory, reads the backbone; the whole of the experts too if they fit.
+    /// Opens a vault: plans, claims memory, reads the backbone. Experts are read as they are needed, or by
+    /// [`Engine::preload`] if they all fit.
     ///
     /// # Errors
     /// If it does not fit, is damaged, or a setting is out of range.

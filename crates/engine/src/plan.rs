@@ -1,7 +1,7 @@
 //! The memory plan: what a model will hold, answered before anything is claimed.
 //!
 //! ```text
-//! budget = backbone + KV + activations + RoPE + fixed + ring * slot
+//! budget = backbone + KV + activations + fixed + reserved + ring * slot
 //! ```
 //!
 //! What remains after everything else goes to the ring, up to all experts. The floor is `top_k` slots, so
@@ -62,7 +62,7 @@ pub struct Plan {
     pub backbone_bytes: u64,
     /// Keys and values of all sessions.
     pub kv_bytes: u64,
-    /// Planes of a step and RoPE tables.
+    /// Planes of a step, RoPE tables, logits and sampler of each session.
     pub activation_bytes: u64,
     /// Code, stacks, tables, reader buffers.
     pub fixed_bytes: u64,
@@ -105,7 +105,7 @@ pub struct Subject<'a> {
     pub decode_bytes: u64,
 }
 
-/// Code, stacks, allocator, tables, tokeniser: EXP-MEMORY-01.
+/// Code, stacks, allocator, tables; a tokeniser is the caller's, in `reserved`: EXP-MEMORY-01.
 const FIXED_BYTES: u64 = 24 << 20;
 /// Tokens of a step: enough that an expert's tokens fill a kernel's block, small enough for the planes.
 const CHUNK: usize = 512;

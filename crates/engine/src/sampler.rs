@@ -273,7 +273,7 @@ impl Sampler {
     }
 
     /// Ranks what top-p can keep: tokens above a threshold, lowered until they reach the probability, so
-    /// that the long tail is not sorted. The ranking is the same as that of a full sort.
+    /// that the long tail is not sorted (EXP-ENGINE-01). The ranking is the same as that of a full sort.
     fn keep_likely(&mut self) {
         let total: f64 = self.weights.iter().map(|&w| f64::from(w)).sum();
         let enough = f64::from(self.sampling.top_p) * total;

@@ -84,11 +84,13 @@ impl Vault {
         };
         let vault = Self { experts_path, backbone_path, directory, experts, backbone, spec, warnings };
         vault.check().map_err(format(&vault.backbone_path))?;
-        if let Some(entry) = vault.listed(file_name::BACKBONE)
-            && entry.bytes != vault.backbone.file_len
-        {
-            let what = format!("{} bytes, expected {}", vault.backbone.file_len, entry.bytes);
-            return Err(EngineError::Damaged { file: vault.backbone_path.clone(), what });
+        if vault.experts.manifest().is_some() {
+            let listed = vault.listed(file_name::BACKBONE).map(|entry| entry.bytes);
+            if listed != Some(vault.backbone.file_len) {
+                let expected = listed.map_or("none".to_owned(), |bytes| bytes.to_string());
+                let what = format!("{} bytes, expected {expected}", vault.backbone.file_len);
+                return Err(EngineError::Damaged { file: vault.backbone_path.clone(), what });
+            }
         }
         Ok(vault)
     }

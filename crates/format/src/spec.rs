@@ -1,7 +1,8 @@
 //! What a model is, in the words that the engine needs: shapes, router, RoPE, kinds of layers.
 //!
 //! The sculptor writes it (from a checkpoint's config), the config block of a vault carries it, the engine
-//! computes by it. An unknown field is refused, never skipped: it could change the mathematics.
+//! computes by it. An unknown field is refused, never skipped: it could change the mathematics. A new field
+//! gets a serde default, the value that all vaults before it imply, so that they still open.
 
 use serde::{Deserialize, Serialize};
 

@@ -1,14 +1,15 @@
 //! A file read past the page cache where the system allows it.
 //!
 //! Direct I/O is the default because the engine's own cache claims the memory that the page cache would use:
-//! measured on others' engines, +65 to +113 % for models several times memory. A flag that was accepted proves
-//! nothing (tmpfs takes it, encrypted files may drop it without a word), so the alignment is found by real
-//! reads, and the answer with its reason is part of [`Disk::direct`].
+//! measured on others' engines, +65 to +113 % for models several times memory (EXP-STORE-01). A flag that was
+//! accepted proves nothing (tmpfs takes it, encrypted files may drop it without a word), so the alignment is
+//! found by real reads, and the answer with its reason is part of [`Disk::direct`].
 //!
 //! Where a filesystem refuses, reads are buffered and the page cache is left alone: no `DONTNEED` after a read,
-//! no `RANDOM`. Keeping pages gained a factor 3.7 for a peer whose memory was free, dropping them helps one
-//! whose cache fills memory, and the kernel gives clean pages back before it swaps; under a cgroup they are
-//! charged to the limit, but reclaimed first. What the reason string buys is that the user can see it.
+//! no `RANDOM`. Keeping pages gained a factor 3.7 for an engine whose memory was free, dropping them helps one
+//! whose cache fills memory (EXP-STORE-02), and the kernel gives clean pages back before it swaps; under a
+//! cgroup they are charged to the limit, but reclaimed first. What the reason string buys is that the user can
+//! see it.
 //!
 //! macOS: `F_NOCACHE`, which bypasses the cache but does not evict what is already in it, and one descriptor
 //! per reader thread, because uncached reads through one descriptor wait for each other there.

@@ -30,7 +30,7 @@
 //! | `residency` | which expert is where |
 //! | `exchange`, `reader` | the queue between owner and readers; what a reader does (queue model-checked) |
 //! | `store`, `demand`, `preload` | the owner's side |
-//! | `faulty` | scripted disks for tests (feature `test-support`) |
+//! | `faulty`, `counting` | scripted disks and a counting allocator for tests (feature `test-support`) |
 
 mod aligned;
 mod arena;

@@ -2,7 +2,7 @@
 //!
 //! LRU is the default because nothing measured on this workload beats it by much (others' traces: CLOCK,
 //! S3-FIFO and LRU within a point; LFU variants +2 to +3 points at some sizes and -3 to -4 at others, where
-//! the best possible is +10 to +25). [`Policy`] is the place to try another.
+//! the best possible is +10 to +25: EXP-STORE-03). [`Policy`] is the place to try another.
 
 /// An eviction policy over the slots that hold an expert.
 ///

@@ -65,7 +65,8 @@ pub struct TemplateInput {
     pub bos_token: Option<String>,
     /// The model's token that ends a text; undefined in the template where it has none.
     pub eos_token: Option<String>,
-    /// Further variables (`enable_thinking`, `reasoning_effort`, `documents` ...). They win over the above.
+    /// Further variables (`enable_thinking`, `reasoning_effort`, `documents` ...). The above win over one of the same
+    /// name; a special token only where the model has it.
     pub extra: Map<String, Json>,
     /// The time that `strftime_now` formats; `None` is the clock's.
     pub now: Option<DateTime>,

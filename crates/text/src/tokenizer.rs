@@ -18,6 +18,13 @@ struct Inner {
     decoding: Decoding,
 }
 
+/// The part of a `tokenizer.json` that is read twice; the rest, which is large, is skipped fast.
+#[derive(serde::Deserialize)]
+struct Decoder {
+    #[serde(default, rename = "decoder")]
+    _decoder: serde_json::Value,
+}
+
 impl fmt::Debug for Tokenizer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Tokenizer")
@@ -35,8 +42,8 @@ impl Tokenizer {
     /// [`TextError::Tokenizer`] if it is no such file.
     pub fn from_bytes(tokenizer_json: &[u8]) -> Result<Self, TextError> {
         let fail = |error: tokenizers::Error| TextError::Tokenizer { reason: error.to_string() };
-        // The library (0.23) panics where the JSON inside `decoder` does not read, so that is found out before.
-        if let Err(error) = serde_json::from_slice::<serde_json::Value>(tokenizer_json) {
+        // The library (0.23) panics where the JSON of `decoder` does not read, so that is found out before.
+        if let Err(error) = serde_json::from_slice::<Decoder>(tokenizer_json) {
             return Err(TextError::Tokenizer { reason: error.to_string() });
         }
         let mut tokenizer = tokenizers::Tokenizer::from_bytes(tokenizer_json).map_err(fail)?;

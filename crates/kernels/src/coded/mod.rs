@@ -6,7 +6,7 @@
 //!
 //! A kernel multiplies one block of 32 rows by a few tokens over all groups; sums run down the rows' own
 //! lanes, so nothing is added across a register. Codes are unpacked in registers, on the fly; tiles are
-//! prefetched 4 KiB ahead into L1 (2 to 8 KiB measured alike; the non-temporal hint halves the speed).
+//! prefetched 4 KiB ahead into L1.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -26,7 +26,8 @@ use crate::{Isa, Kernels, Matrix, Shard};
 /// Sums of one block of rows: `[token][row]`.
 type Sums = [[f32; ROWS]; TOKENS];
 
-/// Bytes ahead of the tile that are prefetched.
+/// Bytes ahead of the tile that are prefetched: 2 to 8 KiB measured alike, the non-temporal hint halves the
+/// speed (EXP-KERNEL-01).
 #[cfg(target_arch = "x86_64")]
 const AHEAD: usize = 4096;
 
