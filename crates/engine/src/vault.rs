@@ -5,8 +5,7 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use smoe_format::{
-    Backbone, BackboneTensor, ExpertFile, FormatError, ModelSpec, Projection, expert_file, file_name,
-    original,
+    Backbone, BackboneTensor, ExpertFile, FormatError, ModelSpec, expert_file, file_name, original,
 };
 
 use crate::EngineError;
@@ -101,17 +100,7 @@ impl Vault {
             self.backbone.require(&self.spec, tensor, &self.tensor_name(tensor))?;
         }
         let listed: Vec<usize> = self.experts.layers.iter().map(|l| l.layer as usize).collect();
-        let fits = |l: &smoe_format::LayerTable| {
-            let shapes = Projection::ALL.iter().zip(&l.tensors);
-            l.n_experts as usize == self.spec.moe.n_experts
-                && shapes.into_iter().all(|(p, t)| p.shape(&self.spec) == (t.rows, t.cols))
-        };
-        let experts = self.experts.layers.iter().all(fits);
-        if !experts || listed != self.spec.moe_layers().collect::<Vec<_>>() {
-            let what = format!("the experts of layers {listed:?} are not those of the model");
-            return Err(FormatError::Config { what });
-        }
-        Ok(())
+        self.experts.check(&self.spec)
     }
 
     /// The name under which the backbone file holds a tensor.

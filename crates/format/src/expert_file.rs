@@ -335,6 +335,24 @@ impl ExpertFile {
         }
     }
 
+    /// Checks that every MoE layer of `spec`, and no other, has its experts, in its shapes.
+    ///
+    /// # Errors
+    /// Names the layers of the table.
+    pub fn check(&self, spec: &ModelSpec) -> Result<(), FormatError> {
+        let fits = |table: &LayerTable| {
+            let mut shapes = Projection::ALL.iter().zip(&table.tensors);
+            table.n_experts as usize == spec.moe.n_experts
+                && shapes.all(|(p, t)| p.shape(spec) == (t.rows, t.cols))
+        };
+        let listed: Vec<usize> = self.layers.iter().map(|table| table.layer as usize).collect();
+        if self.layers.iter().all(fits) && listed == spec.moe_layers().collect::<Vec<_>>() {
+            return Ok(());
+        }
+        let what = format!("the experts of layers {listed:?} are not those of the model");
+        Err(FormatError::Config { what })
+    }
+
     /// Writes the head of a version 3 file, checksum included. Its length does not depend on checksums.
     ///
     /// # Panics

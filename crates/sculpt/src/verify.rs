@@ -414,6 +414,9 @@ fn check_original(path: &Path) -> Report {
         (Ok(_), None) => {}
         (Ok((backbone, _)), Some(experts)) => match original_spec(&experts, &backbone, path) {
             Ok(spec) => {
+                if let Err(e) = experts.check(&spec) {
+                    report.add(&shown(path), Damage::Contents(e.to_string()));
+                }
                 require_all(&backbone, &spec, original::checkpoint_name, &shown(&backbone_path), &mut report);
             }
             Err(e) => report.add_error(&shown(path), &e),

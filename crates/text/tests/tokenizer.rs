@@ -11,6 +11,14 @@ use proptest::prelude::*;
 use smoe_text::{TextError, Tokenizer};
 
 #[test]
+fn a_decoder_that_does_not_read_is_an_error() {
+    // The library panics on these.
+    for json in [&br#"{"decoder":{"type":"\ud800"}}"#[..], br#"{"decoder":{"type":"Byte"#] {
+        assert!(matches!(Tokenizer::from_bytes(json), Err(TextError::Tokenizer { .. })));
+    }
+}
+
+#[test]
 fn tokens_of_a_small_tokenizer() {
     let (tokenizer, _) = common::both(&common::byte_level());
     assert_eq!(tokenizer.vocab_size(), 267);

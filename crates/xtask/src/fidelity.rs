@@ -87,6 +87,8 @@ struct Subject {
 /// Runs the command.
 pub fn run(args: &Args) -> Result<()> {
     let start = Instant::now();
+    // Asked now: by the end others may have committed.
+    let commit = workspace::commit();
     let (checkpoint, is_demo) = match &args.checkpoint {
         Some(path) => (path.clone(), false),
         None => (shared_path("demo-model").ok_or("name a checkpoint with --checkpoint")?, true),
@@ -126,7 +128,7 @@ pub fn run(args: &Args) -> Result<()> {
     }
     let report = Report {
         command,
-        commit: workspace::commit(),
+        commit,
         machine: format!("{}, {} kernels, {} threads", workspace::cpu(), info.kernels, info.plan.threads),
         model: if is_demo { "demo-model".to_owned() } else { checkpoint.display().to_string() },
         dialogues: count,

@@ -129,6 +129,8 @@ struct Tally {
     /// The case begun last.
     last: u64,
     mutation: String,
+    /// It has not ended yet.
+    pending: bool,
     outcomes: BTreeMap<String, u64>,
     findings: usize,
 }
@@ -146,11 +148,13 @@ impl Tally {
                 Err(RecvTimeoutError::Timeout) => {
                     worker.process.kill()?;
                     worker.process.wait()?;
+                    self.own_fault("does not answer")?;
                     self.find(&format!("hangs: nothing within {} s", HANG.as_secs()));
                     return Ok(false);
                 }
                 Err(RecvTimeoutError::Disconnected) => {
                     let status = worker.process.wait()?;
+                    self.own_fault("died")?;
                     self.find(&format!("the process died: {status}"));
                     return Ok(false);
                 }
@@ -158,12 +162,22 @@ impl Tally {
         }
     }
 
+    /// An error if no case is on: then the mutation tool itself failed.
+    fn own_fault(&self, what: &str) -> Result<()> {
+        if self.pending {
+            return Ok(());
+        }
+        Err(format!("the worker {what} after case {} of seed {}", self.last, self.seed).into())
+    }
+
     fn hear(&mut self, line: &str) {
         if let Some((number, mutation)) = line.strip_prefix(tell::CASE).and_then(|c| c.split_once(' ')) {
             self.last = number.parse().unwrap_or(self.last);
             mutation.clone_into(&mut self.mutation);
+            self.pending = true;
         } else if let Some(outcome) = line.strip_prefix(tell::OUTCOME) {
             *self.outcomes.entry(outcome.to_owned()).or_default() += 1;
+            self.pending = false;
         } else if let Some(what) = line.strip_prefix(tell::FINDING) {
             self.find(what);
         }
@@ -171,6 +185,7 @@ impl Tally {
 
     fn find(&mut self, what: &str) {
         self.findings += 1;
+        self.pending = false;
         *self.outcomes.entry("FINDING".to_owned()).or_default() += 1;
         println!("FINDING: {what}");
         println!("    mutation: {}", self.mutation);

@@ -174,3 +174,36 @@ pub fn write(path: &Path, text: &str) -> Result<()> {
     eprintln!("written to {}", path.display());
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_is_between_the_marks_is_replaced() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("table.md");
+        write(&path, "first").unwrap();
+        let begun = std::fs::read_to_string(&path).unwrap();
+        std::fs::write(&path, format!("{begun}Prose below.\n")).unwrap();
+        write(&path, "second").unwrap();
+        let text = std::fs::read_to_string(&path).unwrap();
+        assert!(
+            text.starts_with("# Fidelity\n") && text.ends_with(&format!("{END}\nProse below.\n")),
+            "{text}"
+        );
+        assert!(text.contains("second") && !text.contains("first"), "{text}");
+        std::fs::write(&path, "no marks").unwrap();
+        assert!(write(&path, "third").is_err());
+    }
+
+    #[test]
+    fn a_mean_has_as_many_digits_as_its_error_bears() {
+        let mut mean = DocumentMean::default();
+        for value in [0.1, 0.2, 0.3, 0.2] {
+            mean.begin();
+            mean.add(value);
+        }
+        assert_eq!(with_error(&mean).split_once(" ± ").map(|(mean, _)| mean), Some("0.200"));
+    }
+}

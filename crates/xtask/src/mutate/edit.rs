@@ -344,7 +344,7 @@ fn mend_in(base: &Base, files: &Files, experts: &mut [u8]) -> bool {
     for (i, record) in base.head.records.iter().enumerate() {
         let range = record.offset as usize..(record.offset + record.len) as usize;
         let entry = table.saturating_add((i * EXPERT_BYTES + EXPERT_CRC) as u64);
-        if entry + 4 > data || range.end > experts.len() {
+        if entry.saturating_add(4) > data || range.end > experts.len() {
             break;
         }
         let entry = entry as usize;
@@ -378,4 +378,37 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
 
 fn u32_at(bytes: &[u8], at: usize) -> u32 {
     u64_at(bytes, at) as u32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mutate::corpus::corpus;
+
+    #[test]
+    fn cases_repeat_and_mended_heads_are_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let bases = corpus(dir.path()).unwrap();
+        let mut read = 0;
+        for case in 0..300 {
+            let which = case % bases.len();
+            let draw = || mutate(&bases, which, &mut Random::named(9, &format!("case {case}")));
+            let (mutant, again) = (draw(), draw());
+            assert_eq!(mutant.what, again.what);
+            assert!(mutant.files == again.files, "{}", mutant.what);
+            let Some(experts) = mutant.files.get(&bases[which].experts).filter(|_| mutant.mended) else {
+                continue;
+            };
+            let changed = *experts != bases[which].files[&bases[which].experts];
+            let file_len = experts.len() as u64;
+            if let Ok(len) = ExpertFile::head_len(experts, file_len) {
+                match ExpertFile::parse(&experts[..len as usize], file_len) {
+                    Err(smoe_format::FormatError::HeadChecksum { .. }) => panic!("{}", mutant.what),
+                    Err(_) => {}
+                    Ok(_) => read += usize::from(changed),
+                }
+            }
+        }
+        assert!(read > 10, "only {read} forged heads pass");
+    }
 }

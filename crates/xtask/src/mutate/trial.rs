@@ -187,7 +187,6 @@ pub fn compute(vault: &Vault, case: u64) -> std::result::Result<Vec<u32>, Engine
             threads: Some(1),
             ..PlanRequest::default()
         },
-        readers: 2,
         ..EngineOptions::default()
     };
     let mut engine = Engine::open(vault, &options)?;
