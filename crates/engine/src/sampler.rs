@@ -82,7 +82,7 @@ impl Sampling {
             if id as usize >= vocab_size {
                 return Err(EngineError::Token { id, vocab_size });
             }
-            if !(bias < f32::INFINITY) {
+            if bias.is_nan() || bias == f32::INFINITY {
                 return fail("logit_bias", bias, "a number, or -inf to forbid the token");
             }
         }

@@ -82,7 +82,8 @@ impl Vault {
             }
         };
         let vault = Self { experts_path, backbone_path, directory, experts, backbone, spec, warnings };
-        vault.check().map_err(format(&vault.backbone_path))?;
+        vault.experts.check(&vault.spec).map_err(format(&vault.experts_path))?;
+        vault.check_backbone().map_err(format(&vault.backbone_path))?;
         if vault.experts.manifest().is_some() {
             let listed = vault.listed(file_name::BACKBONE).map(|entry| entry.bytes);
             if listed != Some(vault.backbone.file_len) {
@@ -94,13 +95,11 @@ impl Vault {
         Ok(vault)
     }
 
-    /// Every tensor that the model needs is there, every MoE layer has its records.
-    fn check(&self) -> Result<(), FormatError> {
-        for tensor in BackboneTensor::all(&self.spec) {
-            self.backbone.require(&self.spec, tensor, &self.tensor_name(tensor))?;
-        }
-        let listed: Vec<usize> = self.experts.layers.iter().map(|l| l.layer as usize).collect();
-        self.experts.check(&self.spec)
+    /// Every tensor that the model needs is there.
+    fn check_backbone(&self) -> Result<(), FormatError> {
+        BackboneTensor::all(&self.spec).into_iter().try_for_each(|tensor| {
+            self.backbone.require(&self.spec, tensor, &self.tensor_name(tensor)).map(|_| ())
+        })
     }
 
     /// The name under which the backbone file holds a tensor.
