@@ -57,7 +57,7 @@ pub fn work(seed: u64, first: u64, only: Option<u64>, time: Duration) -> Result<
         let which = random.below(bases.len());
         let mutant = mutate(&bases, which, &mut random);
         say(tell::CASE, &format!("{case} {}", mutant.what));
-        match attempt(&bases[which], &mutant, case)? {
+        match attempt(&bases, which, &mutant, case)? {
             Ok(outcome) => say(tell::OUTCOME, &outcome),
             Err(finding) => say(tell::FINDING, &finding),
         }
@@ -78,7 +78,13 @@ fn say(kind: &str, what: &str) {
 }
 
 /// Puts the mutant in the base's place, tries it, puts the base back. The inner result is the verdict.
-fn attempt(base: &Base, mutant: &Mutant, case: u64) -> Result<std::result::Result<String, String>> {
+fn attempt(
+    bases: &[Base],
+    which: usize,
+    mutant: &Mutant,
+    case: u64,
+) -> Result<std::result::Result<String, String>> {
+    let base = &bases[which];
     if mutant.files == base.files {
         return Ok(Ok("no change".to_owned()));
     }
@@ -86,7 +92,7 @@ fn attempt(base: &Base, mutant: &Mutant, case: u64) -> Result<std::result::Resul
     // Where the kernel keeps it, the peak of resident memory starts anew with each case.
     let _ = fs::write("/proc/self/clear_refs", "5");
     TRYING.store(true, Ordering::Relaxed);
-    let tried = catch_unwind(AssertUnwindSafe(|| try_vault(base, mutant, case)));
+    let tried = catch_unwind(AssertUnwindSafe(|| try_vault(bases, base, mutant, case)));
     TRYING.store(false, Ordering::Relaxed);
     replace(&base.directory, &mutant.files, &base.files)?;
 
@@ -114,7 +120,7 @@ fn replace(directory: &Path, from: &Files, to: &Files) -> Result<()> {
 }
 
 /// Everything that reads a vault, and whether the answer is allowed.
-fn try_vault(base: &Base, mutant: &Mutant, case: u64) -> std::result::Result<String, String> {
+fn try_vault(bases: &[Base], base: &Base, mutant: &Mutant, case: u64) -> std::result::Result<String, String> {
     let strict = base.has_checksums() && !mutant.mended;
     let whole = match verify(&base.path, Some(1), &(), &AtomicBool::new(false)) {
         Ok(report) => {
@@ -147,6 +153,14 @@ fn try_vault(base: &Base, mutant: &Mutant, case: u64) -> std::result::Result<Str
         return Ok(format!("{verdict}, logits are the same"));
     }
     if strict {
+        // Expert file and backbone of another vault, both whole: its weights are its own affair.
+        let weights =
+            |base: &Base, files: &Files| [&base.experts, &base.backbone].map(|name| files.get(name).cloned());
+        let found = weights(base, &mutant.files);
+        let donor = bases.iter().find(|donor| weights(donor, &donor.files) == found);
+        if donor.is_some_and(|donor| donor.logits == logits) {
+            return Ok(format!("{verdict}, the weights of another whole vault"));
+        }
         return Err("other logits, and no error".to_owned());
     }
     let why = if mutant.mended { "checksums were mended" } else { "an original has no checksums" };
