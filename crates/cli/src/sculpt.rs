@@ -42,7 +42,11 @@ pub fn sculpt(args: &SculptArgs) -> Result<(), Failure> {
         match outcome.map_err(failure)? {
             Outcome::Created => eprintln!("made {}", vault.display()),
             Outcome::AlreadyComplete => {
-                eprintln!("{} is complete already, with these settings", vault.display());
+                eprintln!(
+                    "{} is complete already, of this checkpoint (by samples; --validate compares all) and \
+                     with these settings",
+                    vault.display()
+                );
             }
         }
     }

@@ -221,6 +221,20 @@ pub enum SculptError {
         /// What was asked for.
         expected: String,
     },
+    /// Unfinished work holds a file that a sculpt does not write.
+    #[error("{} is no part of a vault; remove it and run again", .path.display())]
+    Stranger {
+        /// The file.
+        path: PathBuf,
+    },
+    /// The vault's name leads elsewhere.
+    #[error("{}: {what}", .vault.display())]
+    Place {
+        /// The vault.
+        vault: PathBuf,
+        /// What is wrong with it.
+        what: String,
+    },
     /// Another process is making this vault.
     #[error("another smoe sculpt is at work in {}; wait for it or stop it", .partial.display())]
     Busy {
@@ -301,6 +315,12 @@ fn more(count: usize, shown: usize) -> String {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Warning {
+    /// A file of the checkpoint that a vault has no place for.
+    #[error("{name} does not travel with a vault; the checkpoint's other templates do")]
+    LeftOut {
+        /// Its name.
+        name: String,
+    },
     /// A key is missing and the reference's default counts.
     #[error("config.json has no `{key}`; the reference's default {default} is used")]
     Default {

@@ -14,12 +14,14 @@ use smoe_format::expert_file::Provenance;
 
 use crate::error::SculptError;
 
-const MAGIC: &str = "smoe-sculpt 1";
+const MAGIC: &str = "smoe-sculpt 2";
 
 /// A journal as read.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Journal {
     pub provenance: Provenance,
+    /// Which files the pieces were made from ([`crate::Checkpoint::identity`]).
+    pub identity: String,
     /// Checksum of each finished piece by name.
     pub pieces: HashMap<String, u32>,
 }
@@ -34,8 +36,8 @@ pub(crate) fn push_piece(lines: &mut String, name: &str, crc: u32) {
     push_line(lines, &format!("{name} {crc:08x}"));
 }
 
-fn header(provenance: &Provenance) -> String {
-    format!("{MAGIC} {} {}", provenance.fingerprint, provenance.settings)
+fn header(provenance: &Provenance, identity: &str) -> String {
+    format!("{MAGIC} {identity} {} {}", provenance.fingerprint, provenance.settings)
 }
 
 impl Journal {
@@ -43,6 +45,7 @@ impl Journal {
     pub fn parse(bytes: &[u8]) -> Option<Self> {
         let mut lines = bytes.split(|&b| b == b'\n').map(checked);
         let header = lines.next()??.strip_prefix(MAGIC)?.strip_prefix(' ')?;
+        let (identity, header) = header.split_once(' ')?;
         let (fingerprint, settings) = header.split_once(' ')?;
         let provenance = Provenance { fingerprint: fingerprint.to_owned(), settings: settings.to_owned() };
         let pieces = lines
@@ -52,13 +55,18 @@ impl Journal {
                 Some((name.to_owned(), u32::from_str_radix(crc, 16).ok()?))
             })
             .collect();
-        Some(Self { provenance, pieces })
+        Some(Self { provenance, identity: identity.to_owned(), pieces })
     }
 
     /// Writes a new journal with `lines` of pieces at `path`, in one step, and returns it open for appending.
-    pub fn create(path: &Path, provenance: &Provenance, lines: &str) -> Result<File, SculptError> {
+    pub fn create(
+        path: &Path,
+        provenance: &Provenance,
+        identity: &str,
+        lines: &str,
+    ) -> Result<File, SculptError> {
         let mut text = String::new();
-        push_line(&mut text, &header(provenance));
+        push_line(&mut text, &header(provenance, identity));
         text.push_str(lines);
         let new = path.with_extension("new");
         let mut file = File::create(&new).map_err(SculptError::io("create", &new))?;
@@ -89,10 +97,10 @@ mod tests {
         for i in 0..5 {
             push_piece(&mut lines, &format!("expert 1 {i}"), i * 1000);
         }
-        drop(Journal::create(&path, &provenance, &lines).expect("written"));
+        drop(Journal::create(&path, &provenance, "id", &lines).expect("written"));
         let bytes = std::fs::read(&path).expect("read");
         let whole = Journal::parse(&bytes).expect("whole");
-        assert_eq!(whole.provenance, provenance);
+        assert_eq!((&whole.provenance, whole.identity.as_str()), (&provenance, "id"));
         assert_eq!(whole.pieces.len(), 5);
         assert_eq!(whole.pieces["expert 1 3"], 3000);
         let first = bytes.iter().position(|&b| b == b'\n').expect("line");

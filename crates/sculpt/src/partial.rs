@@ -78,16 +78,54 @@ impl Partial {
         }
     }
 
+    /// Refuses what is none of a sculpt's files: it would be in the vault, or seem damage at the end.
+    ///
+    /// # Errors
+    /// Names the first stranger.
+    pub fn refuse_strangers(&self) -> Result<(), SculptError> {
+        let ours = [file_name::EXPERTS, file_name::BACKBONE, JOURNAL, "journal.new"];
+        for entry in fs::read_dir(&self.dir).map_err(SculptError::io("read", &self.dir))? {
+            let entry = entry.map_err(SculptError::io("read", &self.dir))?;
+            let name = entry.file_name();
+            if !ours.iter().chain(&file_name::SIDE_FILES).any(|known| name == *known) {
+                return Err(SculptError::Stranger { path: entry.path() });
+            }
+        }
+        Ok(())
+    }
+
     /// A file in it.
     pub fn file(&self, name: &str) -> PathBuf {
         self.dir.join(name)
     }
 
     /// Looks at what an earlier run left for this plan.
-    pub fn inspect(&self, provenance: &Provenance, force: bool) -> Result<Found, SculptError> {
+    ///
+    /// With `force`, only pieces that were made from these very files are of use; without it, others are an
+    /// error. The fingerprint samples the experts, so it cannot tell that.
+    pub fn inspect(
+        &self,
+        provenance: &Provenance,
+        identity: &str,
+        force: bool,
+    ) -> Result<Found, SculptError> {
         let path = self.file(JOURNAL);
         let (found, pieces) = match fs::read(&path) {
             Ok(bytes) => match Journal::parse(&bytes) {
+                Some(journal) if differs(&journal.provenance, provenance).is_none() => {
+                    if journal.identity == identity {
+                        return Ok(Found::Pieces(journal.pieces));
+                    }
+                    if force {
+                        return Ok(Found::Nothing);
+                    }
+                    return Err(SculptError::OtherPartial {
+                        partial: self.dir.clone(),
+                        what: "checkpoint files that were written anew since",
+                        found: journal.identity,
+                        expected: identity.to_owned(),
+                    });
+                }
                 Some(journal) => (journal.provenance, Some(journal.pieces)),
                 None => return Ok(Found::Nothing),
             },
@@ -104,6 +142,7 @@ impl Partial {
             Err(e) => return Err(SculptError::io("read", &path)(e)),
         };
         match differs(&found, provenance) {
+            None if force => Ok(Found::Nothing),
             None => Ok(pieces.map_or(Found::Whole, Found::Pieces)),
             Some(_) if force => Ok(Found::Nothing),
             Some((what, found, expected)) => {

@@ -97,6 +97,10 @@ impl Sources {
         }
         warnings.extend(extra_tensors(checkpoint, family, &whole));
         warnings.extend(tokenizer::check(checkpoint.dir(), whole.vocab_size));
+        let more = "additional_chat_templates";
+        if checkpoint.dir().join(more).is_dir() {
+            warnings.push(Warning::LeftOut { name: more.to_owned() });
+        }
         Ok(Self { spec, family, backbone, experts, warnings })
     }
 

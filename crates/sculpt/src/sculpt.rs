@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::fs::{self, File};
 use std::io::{Read as _, Write as _};
-use std::os::unix::fs::FileExt as _;
+use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -55,6 +55,7 @@ pub fn sculpt(
     cancel: &AtomicBool,
 ) -> Result<Outcome, SculptError> {
     settings.validate()?;
+    let vault = &place(vault)?;
     progress.phase("reading headers");
     let checkpoint = Checkpoint::open(checkpoint)?;
     let plan = Plan::new(&checkpoint, settings, cancel)?;
@@ -73,13 +74,14 @@ pub fn sculpt(
         check_space(existing_ancestor(vault), plan.total_bytes())?;
     }
     let partial = Partial::lock(vault)?;
+    partial.refuse_strangers()?;
     // Another process may have finished it in the meantime.
     if !settings.force && is_complete(vault, &plan.provenance)? {
         let _ = fs::remove_dir(&partial.dir);
         return Ok(Outcome::AlreadyComplete);
     }
     let work = Work { checkpoint: &checkpoint, plan: &plan, settings, partial: &partial, progress, cancel };
-    let pieces = match partial.inspect(&plan.provenance, settings.force)? {
+    let pieces = match partial.inspect(&plan.provenance, &checkpoint.identity()?, settings.force)? {
         Found::Whole => {
             if work.check(&[])?.is_empty() {
                 work.give_name(vault)?;
@@ -105,6 +107,24 @@ pub fn sculpt(
     partial.sync()?;
     work.give_name(vault)?;
     Ok(Outcome::Created)
+}
+
+/// Where the vault really goes: links are followed, so that the work lies on its disk and a replaced vault
+/// is the one that is meant.
+fn place(vault: &Path) -> Result<PathBuf, SculptError> {
+    let Ok(entry) = fs::symlink_metadata(vault) else { return Ok(vault.to_owned()) };
+    let refuse = |what: &str| SculptError::Place { vault: vault.to_owned(), what: what.to_owned() };
+    let real = match fs::canonicalize(vault) {
+        Ok(real) => real,
+        Err(_) if entry.is_symlink() => return Err(refuse("is a link that leads nowhere; remove it")),
+        Err(e) => return Err(SculptError::io("read", vault)(e)),
+    };
+    let device = |path: &Path| fs::metadata(path).map(|m| m.dev()).map_err(SculptError::io("read", path));
+    // A finished vault takes its name by a rename, which cannot replace a mount point.
+    if real.is_dir() && device(&real)? != device(parent_of(&real))? {
+        return Err(refuse("is a mount point; name a directory below it"));
+    }
+    Ok(real)
 }
 
 /// True if `vault` is complete and of this provenance; an error if it is another's.
@@ -174,7 +194,7 @@ impl Work<'_> {
         // The journal is the first file and says for whom the others are.
         let journal_path = self.partial.file(JOURNAL);
         if pieces.is_empty() {
-            Journal::create(&journal_path, &plan.provenance, "")?;
+            Journal::create(&journal_path, &plan.provenance, &self.checkpoint.identity()?, "")?;
         }
         let data = Data {
             experts: open(file_name::EXPERTS, plan.experts.file_len)?,
@@ -211,7 +231,7 @@ impl Work<'_> {
                 journal::push_piece(&mut lines, &plan.item_name(items[i]), crc);
             }
         }
-        let journal = Journal::create(&journal_path, &plan.provenance, &lines)?;
+        let journal = Journal::create(&journal_path, &plan.provenance, &self.checkpoint.identity()?, &lines)?;
         self.partial.sync()?;
         let ledger = Ledger::new(journal_path, journal, [&data.experts.0, &data.backbone.0], total);
 
@@ -318,7 +338,9 @@ impl Work<'_> {
         // An empty directory of this name is simply replaced.
         if let Existing::Vault(_) | Existing::Damaged(_) = Existing::at(vault)? {
             let mut aside = old_names(vault)?;
-            let old = aside.find(|old| !old.exists()).expect("there are more numbers than directories");
+            let old = aside
+                .find(|old| fs::symlink_metadata(old).is_err())
+                .expect("there are more numbers than directories");
             fs::rename(vault, &old).map_err(SculptError::io("rename", vault))?;
         }
         fs::rename(&self.partial.dir, vault).map_err(SculptError::io("rename", &self.partial.dir))?;
@@ -340,7 +362,8 @@ fn old_names(vault: &Path) -> Result<impl Iterator<Item = PathBuf>, SculptError>
 /// Removes replaced vaults, also those that an earlier run was killed before removing. What else is in their
 /// directories stays.
 fn remove_old(vault: &Path, progress: &dyn Progress) -> Result<(), SculptError> {
-    for old in old_names(vault)?.take_while(|old| old.is_dir()) {
+    let is_ours = |old: &PathBuf| fs::symlink_metadata(old).is_ok_and(|entry| entry.is_dir());
+    for old in old_names(vault)?.take_while(is_ours) {
         remove_vault_files(&old, &[])?;
         if fs::remove_dir(&old).is_err() {
             progress.warn(&Warning::LeftBehind { path: old }.to_string());

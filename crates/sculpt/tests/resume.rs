@@ -7,7 +7,6 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
 
 use common::{Random, Tiny, Type, Watch, files, run, settings, watched};
 use serde_json::json;
@@ -174,8 +173,19 @@ fn killed_processes_leave_work_that_goes_on_to_the_same_bytes() {
                 .stdout(Stdio::null())
                 .spawn()
                 .expect("child");
-            std::thread::sleep(Duration::from_millis(random.below(400)));
-            let ended = child.try_wait().expect("child");
+            // Killed once so many pieces more are in the journal, or when it has ended by itself.
+            let pieces = || {
+                let journal = std::fs::read(partial(&vault).join("journal")).unwrap_or_default();
+                journal.iter().filter(|&&byte| byte == b'\n').count() as u64
+            };
+            let enough = pieces() + random.below(30);
+            let ended = loop {
+                let ended = child.try_wait().expect("child");
+                if ended.is_some() || pieces() > enough {
+                    break ended;
+                }
+                std::thread::yield_now();
+            };
             child.kill().expect("kill");
             child.wait().expect("child");
             if ended.is_some() || vault.exists() {
@@ -310,4 +320,52 @@ fn a_request_to_stop_before_the_start_is_heard() {
     assert!(matches!(stopped, Err(SculptError::Cancelled { done: 0, .. })), "{stopped:?}");
     stop.store(false, Ordering::Relaxed);
     case.finish(&vault);
+}
+
+#[test]
+fn work_begun_with_other_files_is_not_mixed_in() {
+    let case = Case::new(&Tiny::qwen3(Type::Bf16, 31));
+    let vault = case.path("v");
+    assert!(case.cancel(&vault, 150_000));
+    // The same names, shapes and lengths, one expert's weights changed: the fingerprint's samples miss it.
+    let shard = std::fs::read_dir(&case.checkpoint)
+        .expect("checkpoint")
+        .map(|entry| entry.expect("entry").path())
+        .find(|path| path.extension().is_some_and(|ending| ending == "safetensors"))
+        .expect("a shard");
+    let bytes = std::fs::read(&shard).expect("shard");
+    std::fs::remove_file(&shard).expect("removed");
+    std::fs::write(&shard, &bytes).expect("written anew");
+    let begun = std::time::SystemTime::UNIX_EPOCH;
+    let file = std::fs::File::options().write(true).open(&shard).expect("shard");
+    file.set_modified(begun).expect("another time");
+    let refused = run(&case.checkpoint, &vault, &ours()).expect_err("other files");
+    assert!(refused.to_string().contains("written anew"), "{refused}");
+    run(&case.checkpoint, &vault, &Settings { force: true, ..ours() }).expect("afresh");
+    assert!(files(&vault) == case.whole);
+}
+
+#[test]
+fn a_stranger_in_unfinished_work_is_named_before_any_work() {
+    let case = Case::new(&Tiny::qwen3(Type::Bf16, 32));
+    let vault = case.path("v");
+    std::fs::create_dir(partial(&vault)).expect("dir");
+    std::fs::write(partial(&vault).join(".DS_Store"), b"x").expect("stranger");
+    let refused = run(&case.checkpoint, &vault, &ours()).expect_err("a stranger");
+    assert!(refused.to_string().contains(".DS_Store"), "{refused}");
+}
+
+#[test]
+fn a_linked_vault_is_made_and_replaced_where_the_link_leads() {
+    let case = Case::new(&Tiny::qwen3(Type::Bf16, 33));
+    let (real, link) = (case.path("real"), case.path("link"));
+    std::fs::create_dir(&real).expect("dir");
+    std::os::unix::fs::symlink(&real, &link).expect("link");
+    run(&case.checkpoint, &link, &ours()).expect("made");
+    assert!(files(&real) == case.whole);
+    run(&case.checkpoint, &link, &Settings { force: true, bits: 8, ..ours() }).expect("replaced");
+    assert!(files(&real) != case.whole && link.is_symlink());
+    let nowhere = case.path("nowhere");
+    std::os::unix::fs::symlink(case.path("gone"), &nowhere).expect("link");
+    assert!(run(&case.checkpoint, &nowhere, &ours()).is_err());
 }

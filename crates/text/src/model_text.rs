@@ -90,7 +90,8 @@ impl ModelText {
                 end_tokens = config.ids("/text_config/eos_token_id")?;
             }
         }
-        if let (Some(tokenizer), Some(token)) = (&tokenizer, &eos_token) {
+        // As in the reference's `generate`: the tokenizer's token counts only where no config names one.
+        if let (true, Some(tokenizer), Some(token)) = (end_tokens.is_empty(), &tokenizer, &eos_token) {
             end_tokens.extend(tokenizer.token_to_id(token));
         }
         Ok(ModelText {

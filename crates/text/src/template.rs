@@ -5,9 +5,10 @@
 //! elsewhere ([`crate::python`]). `tests/goldens.rs` holds it to that renderer's output byte by byte.
 //!
 //! A template comes with a model and is not to be trusted further than the model: it sees its input and nothing
-//! else, has a budget of steps that bounds time and memory, and a bounded depth of recursion. Two holes are left, both
-//! inside minijinja, by which a malicious template can overflow the stack and end the process: a namespace that holds
-//! itself, joined to a text by `~`; and a list nested some hundred thousand deep by a loop, when it is dropped.
+//! else, has a budget of steps that bounds time and memory, and a bounded depth of recursion. Holes are left, all inside
+//! minijinja: slices of strings are free, so that a template can copy a text of some hundred megabytes at each of its
+//! steps and take minutes; and two ways to overflow the stack and end the process, a namespace that holds itself,
+//! joined to a text by `~`, and a list nested some hundred thousand deep by a loop, when it is dropped.
 //!
 //! Known differences, each the renderer's own and pinned in `tests/jinja.rs` where it can be: iterating or slicing
 //! `None` gives nothing where Python fails; an attribute that names a method without calling it (`x.items`) is

@@ -155,3 +155,17 @@ fn a_long_conversation_is_not_a_loop() {
     let one = json!([{"role": "user", "content": "x".repeat(20_000_000)}]);
     assert_eq!(text("{{ messages[0].content.strip() }}", json!({"messages": one})).len(), 20_000_000);
 }
+
+#[test]
+fn what_is_written_once_per_item_is_short() {
+    let hostile = [
+        r#"{{ range(9)|list|tojson(separators=("x"*1000, ":")) }}"#,
+        r#"{{ range(9)|list|tojson(indent="x"*1000) }}"#,
+        r#"{{ "{:1000000000000}".format(1) }}"#,
+        r#"{{ strftime_now("%c"*100000) }}"#,
+    ];
+    for source in hostile {
+        let rendered = ChatTemplate::compile(source).and_then(|t| t.render(&TemplateInput::default()));
+        assert!(rendered.is_err(), "{source}");
+    }
+}

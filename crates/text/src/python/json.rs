@@ -26,8 +26,8 @@ pub(super) fn dumps(state: &State<'_, '_>, value: &Value, args: &Args) -> Result
     let indent = match args.get(1, "indent")? {
         None => None,
         Some(indent) => Some(match indent.as_str() {
-            Some(text) => text.to_owned(),
             // Bounded: it is repeated at every level of every line.
+            Some(text) => short(text)?,
             None => " ".repeat(i64::try_from(indent)?.clamp(0, 64) as usize),
         }),
     };
@@ -35,7 +35,7 @@ pub(super) fn dumps(state: &State<'_, '_>, value: &Value, args: &Args) -> Result
         Some(pair) => {
             let part = |at| -> Result<String, Error> {
                 let part = pair.get_item_by_index(at)?;
-                part.as_str().map(str::to_owned).ok_or_else(|| bad("separators must be two strings"))
+                short(part.as_str().ok_or_else(|| bad("separators must be two strings"))?)
             };
             (part(0)?, part(1)?)
         }
@@ -53,6 +53,14 @@ pub(super) fn dumps(state: &State<'_, '_>, value: &Value, args: &Args) -> Result
     let mut out = String::new();
     dumps.write(&mut out, value, 0, state)?;
     Ok(out)
+}
+
+/// An indent or separator, which is written once per item: no longer than what an item pays for.
+fn short(text: &str) -> Result<String, Error> {
+    if text.len() > 64 {
+        return Err(bad("an indent or separator of more than 64 bytes"));
+    }
+    Ok(text.to_owned())
 }
 
 fn bad(reason: impl Into<String>) -> Error {

@@ -16,7 +16,7 @@ pub(super) fn call(
 ) -> Result<Value, Error> {
     let own = match (value.kind(), value.as_str()) {
         (ValueKind::String, Some(text)) => string_method(state, text, method, values)?,
-        (ValueKind::Seq | ValueKind::Iterable, _) => list_method(value, method, values)?,
+        (ValueKind::Seq | ValueKind::Iterable, _) => list_method(state, value, method, values)?,
         (ValueKind::Map, _) => dict_method(value, method, values)?,
         _ => None,
     };
@@ -38,11 +38,17 @@ fn dict_method(dict: &Value, method: &str, values: &[Value]) -> Result<Option<Va
     })
 }
 
-fn list_method(list: &Value, method: &str, values: &[Value]) -> Result<Option<Value>, Error> {
+fn list_method(
+    state: &State<'_, '_>,
+    list: &Value,
+    method: &str,
+    values: &[Value],
+) -> Result<Option<Value>, Error> {
     Ok(Some(match method {
         "copy" => list.clone(),
         "index" => {
             let what = Args::new("index", values, 1)?.need(0, "value")?;
+            state.consume_fuel(list.len().unwrap_or(0) as u64)?;
             match list.try_iter()?.position(|item| item == what) {
                 Some(at) => Value::from(at),
                 None => return Err(invalid(format!("{what} is not in the list"))),
@@ -59,6 +65,8 @@ fn string_method(
     values: &[Value],
 ) -> Result<Option<Value>, Error> {
     Ok(Some(match method {
+        // minijinja-contrib's own, which allocates whatever width it is told.
+        "format" if has_long_number(text) => return Err(invalid("a width of more than four digits".into())),
         "strip" | "lstrip" | "rstrip" => {
             let chars = Args::new("strip", values, 1)?.maybe_text(0, "chars")?;
             let cut = |c: char| chars.as_ref().map_or_else(|| is_space(c), |set| set.contains(c));
@@ -183,6 +191,11 @@ fn invalid(reason: String) -> Error {
 
 fn list(parts: Vec<&str>) -> Value {
     parts.into_iter().map(Value::from).collect()
+}
+
+/// True if five digits follow each other.
+fn has_long_number(text: &str) -> bool {
+    text.as_bytes().windows(5).any(|five| five.iter().all(u8::is_ascii_digit))
 }
 
 /// `str.isspace` of one character: Unicode's white space and the four separators of ASCII.
