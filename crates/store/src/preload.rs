@@ -45,18 +45,20 @@ impl Store {
             if self.in_flight == 0 {
                 return failure.map_or(Ok(()), Err);
             }
+            let before = loaded;
             self.wait_with(|record, outcome| {
                 settled += u64::from(record.len);
                 match outcome {
-                    Ok(()) => {
-                        loaded += u64::from(record.len);
-                        progress(loaded, total);
-                    }
+                    Ok(()) => loaded += u64::from(record.len),
                     Err(error) => {
                         failure.get_or_insert(error);
                     }
                 }
             });
+            // The caller's code runs when the books are in order: should it unwind, the store stays whole.
+            if loaded > before {
+                progress(loaded, total);
+            }
         }
     }
 

@@ -219,13 +219,18 @@ impl Store {
         if self.batch.remaining() > 0 {
             self.readers.exchange.cancel(&mut self.outbox);
         }
-        for work in self.outbox.drain(..) {
-            let Work::Record(Load { record, permit }) = work else {
-                unreachable!("preloading leaves no runs behind")
-            };
+        let Self { residency, in_flight, outbox, .. } = self;
+        let mut give_up = |Load { record, permit }| {
             drop(permit);
-            self.residency.failed(record);
-            self.in_flight -= 1;
+            residency.failed(record);
+            *in_flight -= 1;
+        };
+        for work in outbox.drain(..) {
+            match work {
+                Work::Record(load) => give_up(load),
+                // Of a preload that was left by unwinding.
+                Work::Run(loads) => loads.into_iter().for_each(&mut give_up),
+            }
         }
         self.batch.clear();
     }

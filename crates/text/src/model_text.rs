@@ -37,8 +37,8 @@ pub struct ModelText {
     pub tokenizer: Option<Tokenizer>,
     /// The chat template, with the one for tools where the model has two.
     pub chat_template: Option<ChatTemplate>,
-    /// The ids that end an answer, each once: those of `generation_config.json`, or else of `config.json`, then
-    /// that of the tokenizer's end token.
+    /// The ids that end an answer, each once: those of `generation_config.json`, or else of `config.json`, or
+    /// else that of the tokenizer's end token.
     pub end_tokens: Vec<u32>,
     /// How the model's makers sample from it.
     pub defaults: GenerationDefaults,

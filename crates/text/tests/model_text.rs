@@ -67,6 +67,10 @@ fn end_tokens_fall_back_to_the_model_config() {
     assert_eq!(end_tokens("{\"eos_token_id\": 3}", "{\"eos_token_id\": [1, 2]}"), [3]);
     assert_eq!(end_tokens("{\"eos_token_id\": null}", "{\"text_config\": {\"eos_token_id\": 4}}"), [4]);
     assert_eq!(end_tokens("{\"eos_token_id\": -1}", "{\"eos_token_id\": -1}"), [0_u32; 0]);
+    // Where both are silent, the tokenizer's end token counts.
+    let config = json!({"eos_token": "<|end|>"}).to_string();
+    let files = [("tokenizer.json", common::byte_level().to_string()), ("tokenizer_config.json", config)];
+    assert_eq!(load(&files).unwrap().end_tokens, [264]);
     // Unknown to the tokenizer, or without one, the end token has no id.
     let config = json!({"eos_token": "<|nowhere|>"}).to_string();
     let files = [("tokenizer.json", common::byte_level().to_string()), ("tokenizer_config.json", config)];
