@@ -92,6 +92,40 @@ fn fixtures_meet_their_goldens_from_sculpt_to_tokens() {
     }
 }
 
+/// A version 1 file is a version 2 file without an architecture block; the checkpoint's config says the rest.
+#[test]
+fn original_files_of_both_versions_answer_like_a_vault_of_the_same_checkpoint() {
+    let Some(pair) = shared_path("fixtures/original-vault-v2") else { return };
+    let Some(checkpoint) = shared_path("fixtures/qwen3_moe") else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let vault = dir.path().join("vault");
+    let flags = ["--bits", "4", "--group", "64", "--backbone", "bf16"].map(OsStr::new);
+    let paths = [OsStr::new("sculpt"), checkpoint.as_os_str(), vault.as_os_str()];
+    stdout(&smoe(&[&paths[..], &flags].concat()));
+    let mut original = std::fs::read(pair.join("qwen3_moe.smoe")).unwrap();
+    original[8] = 1;
+    original[60..64].fill(0);
+    let version_1 = dir.path().join("old.smoe");
+    std::fs::write(&version_1, original).unwrap();
+    let scout = dir.path().join("old.scout.safetensors");
+    std::fs::copy(pair.join("qwen3_moe.scout.safetensors"), scout).unwrap();
+    let run = |vault: &Path, tokens: &str| {
+        let args =
+            ["--tokens-in", tokens, "--raw-ids", "--ignore-eos", "--temperature", "0", "--max-tokens", "24"];
+        smoe(&[&["run", vault.to_str().unwrap()], &args[..]].concat())
+    };
+    let refused = run(&version_1, "34");
+    assert_eq!(refused.status.code(), Some(1));
+    assert!(text(&refused.stderr).contains("config.json"), "{}", text(&refused.stderr));
+    std::fs::copy(checkpoint.join("config.json"), dir.path().join("config.json")).unwrap();
+    for prompt in Golden::shared("qwen3_moe").unwrap().prompts {
+        let tokens = prompt.tokens.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
+        let expected = ids(&run(&vault, &tokens));
+        assert_eq!(ids(&run(&pair.join("qwen3_moe.smoe"), &tokens)), expected, "version 2");
+        assert_eq!(ids(&run(&version_1, &tokens)), expected, "version 1");
+    }
+}
+
 #[test]
 fn the_bundled_demo_answers_with_no_setup() {
     let output = smoe(&["demo"]);
