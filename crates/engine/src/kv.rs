@@ -80,7 +80,6 @@ struct Sequence {
 #[derive(Debug)]
 pub struct KvCache {
     kv_type: KvType,
-    n_kv_heads: usize,
     row_bytes: usize,
     block_bytes: usize,
     /// Keys, then values, of each layer.
@@ -118,7 +117,6 @@ impl KvCache {
         let block_bytes = a.n_kv_heads * BLOCK * row_bytes;
         Ok(Self {
             kv_type,
-            n_kv_heads: a.n_kv_heads,
             row_bytes,
             block_bytes,
             planes,
@@ -212,7 +210,6 @@ impl KvCache {
             block_stride: self.block_bytes,
             head_stride: BLOCK * self.row_bytes,
             row_bytes: self.row_bytes,
-            n_kv_heads: self.n_kv_heads,
         }
     }
 }
@@ -226,8 +223,6 @@ pub struct Geometry {
     pub head_stride: usize,
     /// Bytes of a position of a head.
     pub row_bytes: usize,
-    /// KV heads.
-    pub n_kv_heads: usize,
 }
 
 impl Geometry {

@@ -137,11 +137,6 @@ impl Weights {
         });
         [&self.embed, &self.head].into_iter().chain(layers)
     }
-
-    /// One row of a tensor, as `f32`.
-    pub fn row(&self, tensor: &Tensor, row: usize, out: &mut [f32]) {
-        tensor.encoding.decode_row(&self.buffer[tensor.bytes.clone()], tensor.cols, row, out);
-    }
 }
 
 struct Source<'a> {

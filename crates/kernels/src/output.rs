@@ -176,7 +176,7 @@ impl<'a, T> Shared<'a, T> {
     ///
     /// # Panics
     /// If it is out of bounds.
-    #[allow(clippy::mut_from_ref)]
+    #[allow(clippy::mut_from_ref, reason = "the caller of this unsafe function promises exclusiveness")]
     pub(crate) unsafe fn part(&self, range: Range<usize>) -> &'a mut [T] {
         assert!(range.start <= range.end && range.end <= self.len);
         // SAFETY: in bounds (asserted) of a slice borrowed for 'a; exclusive by the caller's promise.

@@ -139,8 +139,7 @@ impl State {
 
 sync::thread_local! {
     /// This thread runs a task of some pool.
-    // The model checker's macro takes no `const`.
-    #[allow(clippy::missing_const_for_thread_local)]
+    #[allow(clippy::missing_const_for_thread_local, reason = "the model checker's macro takes no const")]
     static INSIDE: std::cell::Cell<bool> = std::cell::Cell::new(false);
 }
 

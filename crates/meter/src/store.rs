@@ -57,7 +57,7 @@ impl StoreMeter {
 
 /// The counters of [`StoreMeter`] at one time, or, after subtraction, over an interval. Same names, same units.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[allow(missing_docs)] // Each field is documented on `StoreMeter`, its one definition.
+#[allow(missing_docs, reason = "each field is documented on `StoreMeter`, its one definition")]
 pub struct StoreSnapshot {
     pub demand_hits: u64,
     pub demand_misses: u64,

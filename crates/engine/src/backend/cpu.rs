@@ -321,9 +321,11 @@ fn resident_ffn(weights: &Weights, layer: usize, shared: bool) -> Option<&Ffn> {
 impl Backend for CpuBackend {
     fn embed(&mut self, tokens: &[u32]) -> Result<(), EngineError> {
         self.tokens = tokens.len();
-        let d = self.context.spec.d_model;
-        for (row, &token) in self.hidden.chunks_exact_mut(d).zip(tokens) {
-            self.context.weights.row(&self.context.weights.embed, token as usize, row);
+        let Self { context, hidden, .. } = self;
+        let embed = context.weights.matrix(&context.weights.embed);
+        for (out, &token) in hidden.chunks_exact_mut(context.spec.d_model).zip(tokens) {
+            let row = token as usize;
+            context.kernels.decode_rows(&embed, row..row + 1, out);
         }
         Ok(())
     }
