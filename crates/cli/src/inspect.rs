@@ -141,6 +141,7 @@ fn print_facts(vault: &Vault, facts: &Value) -> Result<(), Failure> {
     }
     match vault.experts.manifest() {
         Some(manifest) => {
+            say!("source     {}: {}", manifest.source.fingerprint, manifest.source.settings);
             for file in &manifest.files {
                 say!("file       {} ({}, crc32c {})", file.name, Bytes(file.bytes), file.crc32c);
             }

@@ -5,7 +5,8 @@
 //! 64    SARC (128)
 //! 192   extension (64)                  version 3 only: checksum, file length, table offsets
 //! 256   encodings | layers | experts | config block (JSON) | zeros
-//! data  record 0 | record 1 | ...       each a multiple of 16 KiB, no gaps, to the end of the file
+//! data  record 0 | record 1 | ...       each a multiple of 16 KiB, no gaps, to the end of the file;
+//!                                       layers that are built alike may have the same ones
 //! ```
 //!
 //! All offsets are from the start of the file, all numbers little-endian. Everything before `data` is
@@ -125,6 +126,11 @@ impl LayerTable {
             record_len: end.next_multiple_of(RECORD_ALIGN),
             tensors: [tensors[0], tensors[1], tensors[2]],
         })
+    }
+
+    /// True if records of the other layer are built alike.
+    fn is_like(&self, other: &Self) -> bool {
+        (self.n_experts, self.record_len, self.tensors) == (other.n_experts, other.record_len, other.tensors)
     }
 
     /// Bytes that tensors occupy; the rest of the record is padding.
@@ -271,6 +277,19 @@ impl ExpertFile {
     /// # Errors
     /// If a size overflows.
     pub fn plan(manifest: Manifest, encodings: impl Fn(u32) -> [Encoding; 3]) -> Result<Self, FormatError> {
+        Self::plan_shared(manifest, encodings, usize::MAX)
+    }
+
+    /// The same with the records of `unique` layers only: MoE layer number i, dense ones not counted, has
+    /// those of MoE layer number i mod `unique`. For vaults that are made to be measured.
+    ///
+    /// # Errors
+    /// If a size overflows, or layers that are to share are coded differently.
+    pub fn plan_shared(
+        manifest: Manifest,
+        encodings: impl Fn(u32) -> [Encoding; 3],
+        unique: usize,
+    ) -> Result<Self, FormatError> {
         let spec = &manifest.spec;
         let layers = spec
             .moe_layers()
@@ -297,12 +316,24 @@ impl ExpertFile {
             file_len: 0,
         };
         file.data_offset = file.head_bytes().len() as u64;
-        let mut offset = file.data_offset;
-        for record in &mut file.records {
-            record.offset = offset;
-            offset += record.len;
+        let mut starts = Vec::with_capacity(file.layers.len());
+        let mut records = file.records.iter_mut();
+        file.file_len = file.data_offset;
+        for (i, table) in file.layers.iter().enumerate() {
+            let twin = i % unique.max(1);
+            let shared = twin < i;
+            if shared && !table.is_like(&file.layers[twin]) {
+                let what = format!("layer {} cannot have the records of another encoding", table.layer);
+                return Err(FormatError::Config { what });
+            }
+            let mut offset = if shared { starts[twin] } else { file.file_len };
+            starts.push(offset);
+            for record in records.by_ref().take(table.n_experts as usize) {
+                record.offset = offset;
+                offset += record.len;
+            }
+            file.file_len = file.file_len.max(offset);
         }
-        file.file_len = offset;
         Ok(file)
     }
 
@@ -542,8 +573,7 @@ fn parse_v3(head: &[u8], file_len: u64) -> Result<ExpertFile, FormatError> {
     if header.u32(12) as usize != layers.len() || header.u32(20) != total {
         return Err(header.bad("expert count", header.u32(20), format!("the layer table has {total}")));
     }
-    let records = parse_records(head, header.u64(24), data_offset, &layers)?;
-    let end = records.last().map_or(data_offset, |record| record.offset + record.len);
+    let (records, end) = parse_records(head, header.u64(24), data_offset, &layers)?;
     if end != file_len {
         return Err(header.bad("end of the records", end, format!("the file ends at {file_len}")));
     }
@@ -593,15 +623,29 @@ fn parse_layers(
         .collect()
 }
 
+/// The records, and where the last of them in the file ends.
 fn parse_records(
     head: &[u8],
     offset: u64,
     data_offset: u64,
     layers: &[LayerTable],
-) -> Result<Vec<RecordEntry>, FormatError> {
-    let mut next = data_offset;
+) -> Result<(Vec<RecordEntry>, u64), FormatError> {
+    let mut end = data_offset;
     let mut records = Vec::new();
-    for table in layers {
+    // Where each layer's records start. A layer has records of its own, behind all before, or all of those of
+    // an earlier layer that is built alike: never a part of them, and nothing between.
+    let mut starts: Vec<u64> = Vec::with_capacity(layers.len());
+    for (i, table) in layers.iter().enumerate() {
+        let first = Bytes::at(
+            head,
+            "expert table",
+            offset + (records.len() * EXPERT_BYTES) as u64,
+            EXPERT_BYTES as u64,
+        )?;
+        let start = first.u64(8);
+        let shared = (0..i).any(|twin| starts[twin] == start && layers[twin].is_like(table));
+        let mut next = if shared { start } else { end };
+        starts.push(next);
         for expert in 0..table.n_experts {
             let key = ExpertKey { layer: table.layer, expert };
             let at = offset + (records.len() * EXPERT_BYTES) as u64;
@@ -627,6 +671,7 @@ fn parse_records(
             records.push(RecordEntry { key, offset: start, len, crc32c: Some(b.u32(32)) });
             next = start.saturating_add(len);
         }
+        end = end.max(next);
     }
-    Ok(records)
+    Ok((records, end))
 }

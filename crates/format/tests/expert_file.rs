@@ -61,6 +61,52 @@ fn a_head_reads_back_as_it_was_planned() {
     assert_eq!(ExpertFile::parse(&head, file.file_len).expect("parse"), file);
 }
 
+/// Two MoE layers alike, with the records of one.
+fn shared() -> ExpertFile {
+    let Architecture::Manifest(manifest) = planned().architecture else { unreachable!("version 3") };
+    ExpertFile::plan_shared(*manifest, |_| [Encoding::Bf16; 3], 1).expect("small")
+}
+
+#[test]
+fn layers_may_have_the_same_records_if_they_are_built_alike() {
+    let file = shared();
+    assert_eq!(file.records[0].offset, file.records[5].offset);
+    assert_eq!(file.file_len, file.data_offset + file.records[..5].iter().map(|r| r.len).sum::<u64>());
+    assert_eq!(ExpertFile::parse(&file.head_bytes(), file.file_len).expect("parse"), file);
+
+    let Architecture::Manifest(manifest) = planned().architecture else { unreachable!("version 3") };
+    let mixed = |layer| [if layer == 1 { Encoding::Bf16 } else { Encoding::F32 }; 3];
+    assert!(ExpertFile::plan_shared(*manifest, mixed, 1).is_err());
+}
+
+#[test]
+fn records_never_overlap_in_part_nor_leave_gaps() {
+    let refused = |file: &ExpertFile| {
+        let parsed = ExpertFile::parse(&file.head_bytes(), file.file_len);
+        assert!(matches!(parsed, Err(FormatError::Record { .. })), "{parsed:?}");
+    };
+    // One expert of another place than its layer's others.
+    for (expert, as_expert) in [(5, 1), (6, 0), (7, 8), (9, 4)] {
+        let mut file = shared();
+        if file.records[expert].offset == file.records[as_expert].offset {
+            file.records[expert].offset += RECORD_ALIGN as u64;
+        } else {
+            file.records[expert].offset = file.records[as_expert].offset;
+        }
+        refused(&file);
+    }
+    // A whole layer that begins within another.
+    let mut file = shared();
+    let len = file.records[0].len;
+    file.records[5..].iter_mut().for_each(|record| record.offset += len);
+    refused(&file);
+    // The records of a layer that is coded otherwise.
+    let mut file = planned();
+    let first: Vec<u64> = file.records[..5].iter().map(|record| record.offset).collect();
+    file.records[5..].iter_mut().zip(first).for_each(|(record, offset)| record.offset = offset);
+    refused(&file);
+}
+
 #[test]
 fn the_heads_length_does_not_depend_on_checksums() {
     let mut file = planned();

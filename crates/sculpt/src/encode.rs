@@ -55,22 +55,22 @@ fn codable(w: f32) -> bool {
 }
 
 /// Writes a piece's bytes in ascending order and keeps their checksum.
-struct Writer<'a> {
-    file: &'a File,
-    path: &'a Path,
-    at: u64,
-    crc: u32,
+pub(crate) struct Writer<'a> {
+    pub file: &'a File,
+    pub path: &'a Path,
+    pub at: u64,
+    pub crc: u32,
 }
 
 impl Writer<'_> {
-    fn put(&mut self, bytes: &[u8]) -> Result<(), SculptError> {
+    pub fn put(&mut self, bytes: &[u8]) -> Result<(), SculptError> {
         self.file.write_all_at(bytes, self.at).map_err(SculptError::io("write", self.path))?;
         self.crc = crc32c::crc32c_append(self.crc, bytes);
         self.at += bytes.len() as u64;
         Ok(())
     }
 
-    fn zeros_to(&mut self, end: u64) -> Result<(), SculptError> {
+    pub fn zeros_to(&mut self, end: u64) -> Result<(), SculptError> {
         while self.at < end {
             let n = (end - self.at).min(ZEROS.len() as u64) as usize;
             self.put(&ZEROS[..n])?;

@@ -207,10 +207,10 @@ fn extra_tensors(checkpoint: &Checkpoint, family: &Family, spec: &ModelSpec) -> 
     })
 }
 
-/// A backbone tensor with its place in the backbone file.
-pub(crate) struct Placed {
+/// A backbone tensor with its place in the backbone file, and what its weights come from.
+pub(crate) struct Placed<S = Source> {
     pub tensor: BackboneTensor,
-    pub source: Source,
+    pub source: S,
     pub encoding: Encoding,
     pub rows: usize,
     pub cols: usize,
@@ -221,20 +221,25 @@ pub(crate) struct Placed {
 }
 
 /// The backbone file, laid out.
-pub(crate) struct BackboneLayout {
+pub(crate) struct BackboneLayout<S = Source> {
     /// Everything before the data.
     pub header: Vec<u8>,
     /// In file order.
-    pub tensors: Vec<Placed>,
+    pub tensors: Vec<Placed<S>>,
     pub file_len: u64,
 }
 
-impl BackboneLayout {
-    fn new(sources: &Sources, settings: &Settings) -> Result<Self, SculptError> {
+impl<S> BackboneLayout<S> {
+    /// Lays out tensors whose sources have the given types.
+    pub fn new(
+        spec: &ModelSpec,
+        settings: &Settings,
+        sources: impl IntoIterator<Item = (BackboneTensor, S, Encoding)>,
+    ) -> Result<Self, SculptError> {
         let mut tensors = Vec::new();
-        for &(tensor, source) in &sources.backbone {
-            let encoding = settings.encoding(Role::Backbone(tensor), source.encoding);
-            let (rows, cols) = tensor.shape(&sources.spec);
+        for (tensor, source, source_type) in sources {
+            let encoding = settings.encoding(Role::Backbone(tensor), source_type);
+            let (rows, cols) = tensor.shape(spec);
             let len = encoding.tensor_bytes(rows, cols).ok_or_else(|| SculptError::Config {
                 key: tensor.to_string(),
                 found: format!("{rows}x{cols}"),
@@ -286,6 +291,22 @@ impl BackboneLayout {
             t.offset += data;
         }
         Ok(Self { header, tensors, file_len: data + offset })
+    }
+
+    /// Number and run of every piece of work, in file order.
+    pub fn runs(&self) -> impl Iterator<Item = (usize, usize)> {
+        let tensors = self.tensors.iter().enumerate();
+        tensors.flat_map(|(i, placed)| (0..runs(placed.rows, placed.cols).len()).map(move |run| (i, run)))
+    }
+
+    /// Where a run of rows is: first byte and length.
+    pub fn place(&self, tensor: usize, run: usize) -> (u64, u64) {
+        let t = &self.tensors[tensor];
+        let step = run_rows(t.cols);
+        let start = row_offset(t.encoding, run * step, t.cols);
+        let end =
+            if (run + 1) * step >= t.rows { t.len } else { row_offset(t.encoding, (run + 1) * step, t.cols) };
+        (t.offset + start, end - start)
     }
 }
 
@@ -346,7 +367,8 @@ impl Plan {
         let sources = Sources::find(checkpoint, settings, stop)?;
         let provenance =
             Provenance { fingerprint: checkpoint.fingerprint()?, settings: settings.canonical() };
-        let backbone = BackboneLayout::new(&sources, settings)?;
+        let tensors = sources.backbone.iter().map(|&(tensor, source)| (tensor, source, source.encoding));
+        let backbone = BackboneLayout::new(&sources.spec, settings, tensors)?;
         let side_files = checkpoint.side_files()?;
         let mut files = vec![FileEntry::new(file_name::BACKBONE, backbone.file_len, 0)];
         files.extend(side_files.iter().map(|(name, _, len)| FileEntry::new(name, *len, 0)));
@@ -375,10 +397,8 @@ impl Plan {
 
     /// Every piece of work, in the order in which it is done.
     pub fn items(&self) -> Vec<Item> {
-        let mut items = Vec::new();
-        for (tensor, placed) in self.backbone.tensors.iter().enumerate() {
-            items.extend((0..runs(placed.rows, placed.cols).len()).map(|run| Item::Run { tensor, run }));
-        }
+        let mut items: Vec<Item> =
+            self.backbone.runs().map(|(tensor, run)| Item::Run { tensor, run }).collect();
         items.extend((0..self.experts.records.len()).map(Item::Expert));
         items
     }
@@ -387,17 +407,7 @@ impl Plan {
     pub fn place(&self, item: Item) -> (u64, u64) {
         match item {
             Item::Expert(i) => (self.experts.records[i].offset, self.experts.records[i].len),
-            Item::Run { tensor, run } => {
-                let t = &self.backbone.tensors[tensor];
-                let step = run_rows(t.cols);
-                let start = row_offset(t.encoding, run * step, t.cols);
-                let end = if (run + 1) * step >= t.rows {
-                    t.len
-                } else {
-                    row_offset(t.encoding, (run + 1) * step, t.cols)
-                };
-                (t.offset + start, end - start)
-            }
+            Item::Run { tensor, run } => self.backbone.place(tensor, run),
         }
     }
 

@@ -84,7 +84,7 @@ pub fn sculpt(
     let pieces = match partial.inspect(&plan.provenance, &checkpoint.identity()?, settings.force)? {
         Found::Whole => {
             if work.check(&[])?.is_empty() {
-                work.give_name(vault)?;
+                give_name(&partial, vault, progress)?;
                 return Ok(Outcome::Created);
             }
             progress.warn(&Warning::Redone { what: "all".to_owned() }.to_string());
@@ -105,13 +105,13 @@ pub fn sculpt(
     let journal = partial.file(JOURNAL);
     fs::remove_file(&journal).map_err(SculptError::io("remove", &journal))?;
     partial.sync()?;
-    work.give_name(vault)?;
+    give_name(&partial, vault, progress)?;
     Ok(Outcome::Created)
 }
 
 /// Where the vault really goes: links are followed, so that the work lies on its disk and a replaced vault
 /// is the one that is meant.
-fn place(vault: &Path) -> Result<PathBuf, SculptError> {
+pub(crate) fn place(vault: &Path) -> Result<PathBuf, SculptError> {
     let Ok(entry) = fs::symlink_metadata(vault) else { return Ok(vault.to_owned()) };
     let refuse = |what: &str| SculptError::Place { vault: vault.to_owned(), what: what.to_owned() };
     let real = match fs::canonicalize(vault) {
@@ -128,7 +128,7 @@ fn place(vault: &Path) -> Result<PathBuf, SculptError> {
 }
 
 /// True if `vault` is complete and of this provenance; an error if it is another's.
-fn is_complete(vault: &Path, provenance: &Provenance) -> Result<bool, SculptError> {
+pub(crate) fn is_complete(vault: &Path, provenance: &Provenance) -> Result<bool, SculptError> {
     match Existing::at(vault)? {
         Existing::Nothing => Ok(false),
         Existing::Other => Err(SculptError::NotAVault { path: vault.to_owned() }),
@@ -158,12 +158,33 @@ struct Work<'a> {
 }
 
 /// The two data files.
-struct Data {
-    experts: (File, PathBuf),
-    backbone: (File, PathBuf),
+pub(crate) struct Data {
+    pub experts: (File, PathBuf),
+    pub backbone: (File, PathBuf),
 }
 
 impl Data {
+    /// Opens both in `partial` and gives them their lengths.
+    pub fn open(partial: &Partial, experts_len: u64, backbone_len: u64) -> Result<Self, SculptError> {
+        let open = |name, len| Ok::<_, SculptError>((partial.data_file(name, len)?, partial.file(name)));
+        Ok(Self {
+            experts: open(file_name::EXPERTS, experts_len)?,
+            backbone: open(file_name::BACKBONE, backbone_len)?,
+        })
+    }
+
+    /// Writes what comes before the data of both, and waits until all is on the disk.
+    pub fn write_heads(&self, backbone_header: &[u8], experts: &ExpertFile) -> Result<(), SculptError> {
+        let head = experts.head_bytes();
+        assert_eq!(head.len() as u64, experts.data_offset, "the head's length does not depend on checksums");
+        for ((file, path), bytes) in [(&self.backbone, backbone_header), (&self.experts, &head)] {
+            file.write_all_at(bytes, 0).map_err(SculptError::io("write", path))?;
+            file.sync_all().map_err(SculptError::io("write", path))?;
+            forget(file);
+        }
+        Ok(())
+    }
+
     fn of(&self, item: Item) -> (&File, &Path) {
         let (file, path) = match item {
             Item::Expert(_) => &self.experts,
@@ -177,8 +198,6 @@ impl Work<'_> {
     /// Encodes what is not among `pieces` and writes heads and side files.
     fn run(&self, pieces: &HashMap<String, u32>) -> Result<(), SculptError> {
         let plan = self.plan;
-        let open =
-            |name, len| Ok::<_, SculptError>((self.partial.data_file(name, len)?, self.partial.file(name)));
         let items = plan.items();
         let crcs: Vec<OnceLock<u32>> = items.iter().map(|_| OnceLock::new()).collect();
         let bytes = |i: usize| plan.place(items[i]).1;
@@ -196,10 +215,7 @@ impl Work<'_> {
         if pieces.is_empty() {
             Journal::create(&journal_path, &plan.provenance, &self.checkpoint.identity()?, "")?;
         }
-        let data = Data {
-            experts: open(file_name::EXPERTS, plan.experts.file_len)?,
-            backbone: open(file_name::BACKBONE, plan.backbone.file_len)?,
-        };
+        let data = Data::open(self.partial, plan.experts.file_len, plan.backbone.file_len)?;
         if !pieces.is_empty() {
             self.progress.phase("checking unfinished work");
             let claimed: Vec<usize> =
@@ -288,17 +304,7 @@ impl Work<'_> {
             unreachable!("plans are of version 3")
         };
         manifest.files = files;
-        let head = experts.head_bytes();
-        assert_eq!(
-            head.len() as u64,
-            plan.experts.data_offset,
-            "the head's length does not depend on checksums"
-        );
-        for ((file, path), bytes) in [(&data.backbone, &plan.backbone.header), (&data.experts, &head)] {
-            file.write_all_at(bytes, 0).map_err(SculptError::io("write", path))?;
-            file.sync_all().map_err(SculptError::io("write", path))?;
-            forget(file);
-        }
+        data.write_heads(&plan.backbone.header, &experts)?;
         self.partial.sync()
     }
 
@@ -330,23 +336,23 @@ impl Work<'_> {
             Err(e) => Err(e),
         }
     }
+}
 
-    /// Gives the finished directory the vault's name, in one step; an old vault goes aside first and is
-    /// removed after.
-    fn give_name(&self, vault: &Path) -> Result<(), SculptError> {
-        let parent = parent_of(vault);
-        // An empty directory of this name is simply replaced.
-        if let Existing::Vault(_) | Existing::Damaged(_) = Existing::at(vault)? {
-            let mut aside = old_names(vault)?;
-            let old = aside
-                .find(|old| fs::symlink_metadata(old).is_err())
-                .expect("there are more numbers than directories");
-            fs::rename(vault, &old).map_err(SculptError::io("rename", vault))?;
-        }
-        fs::rename(&self.partial.dir, vault).map_err(SculptError::io("rename", &self.partial.dir))?;
-        File::open(parent).and_then(|dir| dir.sync_all()).map_err(SculptError::io("write", parent))?;
-        remove_old(vault, self.progress)
+/// Gives the finished directory the vault's name, in one step; an old vault goes aside first and is
+/// removed after.
+pub(crate) fn give_name(partial: &Partial, vault: &Path, progress: &dyn Progress) -> Result<(), SculptError> {
+    let parent = parent_of(vault);
+    // An empty directory of this name is simply replaced.
+    if let Existing::Vault(_) | Existing::Damaged(_) = Existing::at(vault)? {
+        let mut aside = old_names(vault)?;
+        let old = aside
+            .find(|old| fs::symlink_metadata(old).is_err())
+            .expect("there are more numbers than directories");
+        fs::rename(vault, &old).map_err(SculptError::io("rename", vault))?;
     }
+    fs::rename(&partial.dir, vault).map_err(SculptError::io("rename", &partial.dir))?;
+    File::open(parent).and_then(|dir| dir.sync_all()).map_err(SculptError::io("write", parent))?;
+    remove_old(vault, progress)
 }
 
 /// `.NAME.old-1`, `.NAME.old-2`, ...: where replaced vaults are until they are removed.
@@ -390,11 +396,11 @@ fn available(path: &Path) -> Result<u64, SculptError> {
 }
 
 /// The nearest directory above `vault` that is there already.
-fn existing_ancestor(vault: &Path) -> &Path {
+pub(crate) fn existing_ancestor(vault: &Path) -> &Path {
     parent_of(vault).ancestors().find(|dir| dir.is_dir()).unwrap_or(Path::new("."))
 }
 
-fn check_space(path: &Path, bytes: u64) -> Result<(), SculptError> {
+pub(crate) fn check_space(path: &Path, bytes: u64) -> Result<(), SculptError> {
     let (needed, available) = (bytes.saturating_add(RESERVE), available(path)?);
     if needed > available {
         return Err(SculptError::Space { path: path.to_owned(), needed, available });

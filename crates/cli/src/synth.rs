@@ -1,0 +1,116 @@
+//! `smoe synth`: a vault of a real model's shape with random weights, to measure a machine with.
+
+use serde_json::json;
+use smoe_engine::plan::Bytes;
+use smoe_sculpt::synth::RoutingStats;
+use smoe_sculpt::{Outcome, Settings, Shape, SynthOptions, Synthesis};
+
+use crate::args::SynthArgs;
+use crate::failure::Failure;
+use crate::{interrupt, progress};
+
+/// How far a prediction may be from what was asked for before it is said.
+const NEAR: f64 = 0.03;
+
+/// Runs the command.
+pub fn synth(args: &SynthArgs) -> Result<(), Failure> {
+    let mut shape = Shape::find(&args.like)?;
+    if let Some(layers) = args.layers {
+        shape.cut(layers)?;
+    }
+    for warning in &shape.warnings {
+        eprintln!("warning: {warning}");
+    }
+    let options = SynthOptions {
+        settings: Settings {
+            bits: args.bits,
+            group: args.group,
+            backbone: args.backbone,
+            force: args.force,
+            ..Settings::default()
+        },
+        unique_layers: args.unique_layers,
+        seed: args.seed,
+        routing: RoutingStats { overlap: args.overlap, skew: args.skew },
+    };
+    let bar = progress::Bar::default();
+    let made = smoe_sculpt::synth(&shape, &args.vault, &options, &bar, interrupt::flag());
+    bar.finish();
+    let made = made?;
+    let vault = args.vault.display();
+    match made.outcome {
+        Outcome::Created => eprintln!("made {vault}"),
+        Outcome::AlreadyComplete => eprintln!("{vault} is complete already, made with these arguments"),
+    }
+    if args.json {
+        return print_json(&shape, &made, &options.routing);
+    }
+    if let Some(stand_in) = &shape.stand_in {
+        say!("{stand_in}");
+    }
+    print(&made, &options.routing)
+}
+
+fn print(made: &Synthesis, asked: &RoutingStats) -> Result<(), Failure> {
+    let spec = &made.spec;
+    let n_moe = spec.moe_layers().count();
+    let shared = match spec.moe.d_shared {
+        0 => String::new(),
+        width => format!(", shared expert of width {width}"),
+    };
+    say!(
+        "shape       {} layers ({} dense), width {}, {} experts of width {}, {} per token{shared}",
+        spec.n_layers(),
+        spec.n_layers() - n_moe,
+        spec.d_model,
+        spec.moe.n_experts,
+        spec.moe.d_expert,
+        spec.moe.top_k
+    );
+    let records = match made.unique_layers {
+        n if n < n_moe => format!(", the records of {n} of {n_moe} layers"),
+        _ => String::new(),
+    };
+    say!(
+        "vault       {} on disk, experts {}{records}, {} of backbone",
+        Bytes(made.bytes),
+        made.expert_encoding,
+        Bytes(made.backbone_bytes)
+    );
+    say!(
+        "per token   {} of expert records, {} of backbone",
+        Bytes(made.token_expert_bytes),
+        Bytes(made.token_backbone_bytes)
+    );
+    let p = made.predicted;
+    say!(
+        "routing     overlap {:.2}, skew {:.2}, predicted for 4,096 tokens of its stream",
+        p.overlap,
+        p.skew
+    );
+    for (name, asked, predicted) in [("overlap", asked.overlap, p.overlap), ("skew", asked.skew, p.skew)] {
+        if (asked - predicted).abs() > NEAR {
+            say!("            {name} {asked} is out of reach of this shape: {predicted:.2} it is");
+        }
+    }
+    Ok(())
+}
+
+fn print_json(shape: &Shape, made: &Synthesis, asked: &RoutingStats) -> Result<(), Failure> {
+    let json = json!({
+        "like": shape.name,
+        "stand_in": shape.stand_in,
+        "created": made.outcome == Outcome::Created,
+        "spec": serde_json::to_value(&made.spec)?,
+        "unique_layers": made.unique_layers,
+        "expert_encoding": made.expert_encoding,
+        "bytes": made.bytes,
+        "backbone_bytes": made.backbone_bytes,
+        "token_expert_bytes": made.token_expert_bytes,
+        "token_backbone_bytes": made.token_backbone_bytes,
+        "asked": { "overlap": asked.overlap, "skew": asked.skew },
+        "predicted": { "overlap": made.predicted.overlap, "skew": made.predicted.skew },
+    });
+    say!("{}", serde_json::to_string_pretty(&json)?);
+    Ok(())
+}
