@@ -1,36 +1,52 @@
-//! Speed of coded products on this machine: `cargo run --release -p smoe-kernels --example throughput`.
+//! Speed of the parallel drivers on this machine: `cargo run --release -p smoe-kernels --example throughput`.
 //!
-//! Every figure is a whole call of the parallel driver, forks included, timed by the calling thread, which
-//! is one of the workers. "Cold" walks over different matrices, more than any cache holds; "hot" repeats
-//! one. GB/s counts codes and scales. The stream is what the same threads read with plain loads in the
-//! same seconds. Medians. Arguments: a part of a kernel set's name, or `quick`.
+//! Every figure is a whole call, forks included, timed by the calling thread, which is one of the workers.
+//! "Cold" walks over different matrices, more than any cache holds; "hot" repeats one. GB/s counts codes and
+//! scales. The stream is what the same threads read with plain loads in the same seconds. Medians, and what
+//! is compared is run in turn. Arguments: names of kernel sets, `coded`, `experts`, `attention`, `quick`.
 #![allow(clippy::print_stdout)]
 
 use std::hint::black_box;
 use std::time::Instant;
 
 use smoe_format::{Encoding, Uniform, Zero};
-use smoe_kernels::{Activations, Input, Kernels, Matrix, Pool, matmul};
+use smoe_kernels::{
+    Activations, AttentionHeads, AttentionScratch, ExpertCall, ExpertScratch, Input, Kernels, KvBlocks,
+    KvPlane, KvType, Matrix, Pool, Sight, attend, expert_ffn, matmul,
+};
 
 /// Bytes of all the matrices of a cold pass.
 const COLD: usize = 640 << 20;
 
 fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let quick = arguments.iter().any(|a| a == "quick");
-    let wanted = arguments.iter().find(|a| *a != "quick");
-    let passes = if quick { 3 } else { 7 };
-    for kernels in Kernels::available().into_iter().rev() {
-        if kernels.name() == "scalar" || wanted.is_some_and(|w| !kernels.name().contains(w.as_str())) {
+    let among = |names: &[&str]| names.iter().any(|name| arguments.iter().any(|a| a == name));
+    let passes = if among(&["quick"]) { 3 } else { 7 };
+    let sections = ["coded", "experts", "attention"];
+    let wants = |section: &str| !among(&sections) || among(&[section]);
+    let sets: Vec<Kernels> = Kernels::available().into_iter().skip(1).rev().collect();
+    let names: Vec<&str> = sets.iter().map(|k| k.name()).collect();
+    for kernels in sets {
+        if among(&names) && !among(&[kernels.name()]) {
             continue;
         }
-        for (rows, cols) in [(1536, 4096), (768, 2048)] {
-            for bits in [4, 8] {
-                bench(kernels, rows, cols, bits, passes);
+        if wants("coded") {
+            for (rows, cols) in [(1536, 4096), (1536, 2048), (2048, 768)] {
+                for bits in [4, 8] {
+                    bench(kernels, rows, cols, bits, passes);
+                }
+            }
+            for bits in [2, 3, 5, 6] {
+                bench_width(kernels, bits, passes);
             }
         }
-        for bits in [2, 3, 5, 6] {
-            bench_width(kernels, bits, passes);
+        if wants("experts") {
+            bench_experts(kernels, passes);
+        }
+        if wants("attention") {
+            for ty in [KvType::F16, KvType::F32, KvType::Q8] {
+                bench_attention(kernels, ty, passes);
+            }
         }
     }
 }
@@ -82,20 +98,17 @@ fn seconds(passes: usize, mut f: impl FnMut()) -> f64 {
 }
 
 fn stream(pool: &Pool, bytes: &[u8]) -> f64 {
-    let part = bytes.len() / (8 * pool.threads());
-    let time = seconds(3, || {
-        pool.run(8 * pool.threads(), &|i| {
-            let (chunks, _) = bytes[i * part..(i + 1) * part].as_chunks::<64>();
-            let mut sums = [0u64; 8];
-            for chunk in chunks {
-                for (sum, eight) in sums.iter_mut().zip(chunk.as_chunks::<8>().0) {
-                    *sum ^= u64::from_le_bytes(*eight);
-                }
-            }
-            black_box(sums);
-        });
-    });
-    bytes.len() as f64 / time / 1e9
+    bytes.len() as f64 / median((0..3).map(|_| once(pool, bytes)).collect()) / 1e9
+}
+
+fn read(bytes: &[u8]) {
+    let mut sums = [0u64; 8];
+    for chunk in bytes.as_chunks::<64>().0 {
+        for (sum, eight) in sums.iter_mut().zip(chunk.as_chunks::<8>().0) {
+            *sum ^= u64::from_le_bytes(*eight);
+        }
+    }
+    black_box(sums);
 }
 
 fn bench(kernels: Kernels, rows: usize, cols: usize, bits: u8, passes: usize) {
@@ -110,7 +123,7 @@ fn bench(kernels: Kernels, rows: usize, cols: usize, bits: u8, passes: usize) {
         let mut out = vec![0.0; 512 * rows];
         let mut line = format!("{:<7} {rows}x{cols} q{bits} {threads} thr:", kernels.name());
         line += &format!(" stream {:.1} GB/s;", stream(&pool, &bytes));
-        for tokens in [1, 8, 32] {
+        for tokens in [1, 2, 3, 8, 13, 32] {
             let a = quantised(kernels, tokens, cols);
             let coded = [a.view()];
             let input = Input::new(&[], tokens, &coded);
@@ -123,7 +136,7 @@ fn bench(kernels: Kernels, rows: usize, cols: usize, bits: u8, passes: usize) {
                 _ => format!(", T={tokens} {:.0} GMAC/s", macs * tokens as f64 / time / 1e9),
             };
         }
-        for tokens in [1, 2, 4, 8, 32, 512] {
+        for tokens in [1, 2, 3, 4, 7, 8, 13, 16, 32, 64, 128, 512] {
             let a = quantised(kernels, tokens, cols);
             let coded = [a.view()];
             let input = Input::new(&[], tokens, &coded);
@@ -164,4 +177,137 @@ fn bench_width(kernels: Kernels, bits: u8, passes: usize) {
         line += &format!(" T={tokens} {:.0} GMAC/s", (rows * cols * tokens) as f64 / time / 1e9);
     }
     println!("{line}");
+}
+
+/// Width of the model and of an expert: Qwen3-30B-A3B.
+const EXPERT: [usize; 2] = [2048, 768];
+
+/// An expert of 4-bit tensors that lie one after the other.
+fn expert<'a>(bytes: &'a [u8], expert: usize, tokens: &'a [u32]) -> ExpertCall<'a> {
+    let [d_model, d_ff] = EXPERT;
+    let encoding = Encoding::Uniform(uniform(4));
+    let size = encoding.tensor_bytes(d_ff, d_model).expect("fits");
+    let part = |i: usize| &bytes[(3 * expert + i) * size..][..size];
+    ExpertCall {
+        gate: Matrix::new(part(0), d_ff, d_model, encoding),
+        up: Matrix::new(part(1), d_ff, d_model, encoding),
+        down: Matrix::new(part(2), d_model, d_ff, encoding),
+        tokens,
+    }
+}
+
+/// The experts of a layer: decode from memory, and a prompt.
+fn bench_experts(kernels: Kernels, passes: usize) {
+    let ([d_model, d_ff], n_experts) = (EXPERT, 128);
+    let encoding = Encoding::Uniform(uniform(4));
+    let size = encoding.tensor_bytes(d_ff, d_model).expect("fits");
+    let experts = COLD / (3 * size);
+    let bytes = tensors(4, d_ff, d_model, 3 * experts);
+    for threads in [1, 2] {
+        let pool = Pool::new(threads, false);
+        let mut line = format!("{:<7} experts {d_model} x {d_ff} q4 {threads} thr:", kernels.name());
+        let mut scratch = ExpertScratch::with_capacity(512 * 8, d_model, d_ff, false);
+        // Decode: eight experts and one token, then the same bytes as a stream, the next ones in turn.
+        let (at_once, a) = (8, quantised(kernels, 1, d_model));
+        let coded = [a.view()];
+        let input = Input::new(&[], 1, &coded);
+        let mut out = vec![0.0; at_once * d_model];
+        let (mut computed, mut read) = (Vec::new(), Vec::new());
+        for first in (0..experts - 2 * at_once).step_by(2 * at_once) {
+            let calls: Vec<ExpertCall<'_>> =
+                (first..first + at_once).map(|e| expert(&bytes, e, &[0])).collect();
+            computed.push(seconds(1, || {
+                expert_ffn(&pool, kernels, &calls, &input, &mut scratch, &mut out);
+            }));
+            let len = 3 * size * at_once;
+            read.push(once(&pool, &bytes[3 * size * (first + at_once)..][..len]));
+        }
+        let gb = (3 * size * at_once) as f64 / 1e9;
+        let (computed, read) = (gb / median(computed), gb / median(read));
+        line += &format!(" decode 8 experts {computed:.1} GB/s of a stream of {read:.1};");
+        // A prompt: every expert has as many of 512 tokens, eight apart so that they must be gathered.
+        for each in [8, 32] {
+            let a = quantised(kernels, 512, d_model);
+            let coded = [a.view()];
+            let input = Input::new(&[], 512, &coded);
+            let chosen: Vec<u32> = (0..each as u32).map(|i| i * 8 % 512 + i / 64).collect();
+            let calls: Vec<ExpertCall<'_>> = (0..n_experts).map(|e| expert(&bytes, e, &chosen)).collect();
+            let mut out = vec![0.0; 16 * each * d_model];
+            let time = seconds(passes, || {
+                for calls in calls.chunks(16) {
+                    expert_ffn(&pool, kernels, calls, &input, &mut scratch, &mut out);
+                }
+            });
+            let macs = (3 * d_model * d_ff * each * n_experts) as f64;
+            line += &format!(" prompt {n_experts} experts x {each} tokens {:.0} GMAC/s;", macs / time / 1e9);
+        }
+        println!("{line}");
+    }
+}
+
+/// Seconds of reading `bytes` once.
+fn once(pool: &Pool, bytes: &[u8]) -> f64 {
+    let part = bytes.len() / (8 * pool.threads());
+    seconds(1, || {
+        pool.run(8 * pool.threads(), &|i| {
+            read(&bytes[i * part..(i + 1) * part]);
+        });
+    })
+}
+
+/// Attention of 64 tokens of a prompt: a step's way, and token by token.
+fn bench_attention(kernels: Kernels, ty: KvType, passes: usize) {
+    let (n_kv_heads, per_kv, head_dim, block, tokens) = (4, 8, 128, 32, 64);
+    let heads =
+        AttentionHeads { n_kv_heads, per_kv, head_dim, value_dim: head_dim, scale: 0.09, sinks: None };
+    let (row_bytes, width) = (ty.row_bytes(head_dim), n_kv_heads * per_kv * head_dim);
+    let queries: Vec<f32> = (0..tokens * width).map(|i| ((i * 7919) % 1009) as f32 / 500.0 - 1.0).collect();
+    for threads in [1, 2] {
+        let pool = Pool::new(threads, false);
+        let mut line = format!("{:<7} attention {ty:?} {threads} thr, GMAC/s (by token):", kernels.name());
+        for context in [256, 512, 1024, 2048, 8192] {
+            let blocks = context / block;
+            let mut plane = vec![0; blocks * n_kv_heads * block * row_bytes];
+            for (i, row) in plane.chunks_exact_mut(row_bytes).enumerate() {
+                let x: Vec<f32> =
+                    (0..head_dim).map(|d| ((i * 31 + d * 7919) % 1009) as f32 / 500.0 - 1.0).collect();
+                kernels.store_kv_row(ty, &x, row);
+            }
+            // Blocks lie in another order than positions.
+            let table: Vec<u32> = (0..blocks as u32).map(|b| (b * 5 + 1) % blocks as u32).collect();
+            let sight = |t: usize, head: usize| {
+                let plane = KvPlane {
+                    ty,
+                    bytes: &plane,
+                    row_bytes,
+                    block_stride: n_kv_heads * block * row_bytes,
+                    head_offset: head * block * row_bytes,
+                };
+                let blocks = KvBlocks { keys: plane, values: plane, table: &table, block_positions: block };
+                Sight { blocks, visible: 0..context - tokens + 1 + t }
+            };
+            let mut scratch = AttentionScratch::new(threads, head_dim, head_dim, context);
+            let mut out = vec![0.0; tokens * width];
+            let mut one = vec![0.0; tokens * width];
+            let (mut step, mut single) = (Vec::new(), Vec::new());
+            for _ in 0..passes {
+                step.push(seconds(1, || {
+                    attend(&pool, kernels, &heads, &queries, &sight, &mut scratch, &mut out);
+                }));
+                single.push(seconds(1, || {
+                    for (t, out) in one.chunks_exact_mut(width).enumerate() {
+                        let queries = &queries[t * width..][..width];
+                        let sight = |_: usize, head: usize| sight(t, head);
+                        attend(&pool, kernels, &heads, queries, &sight, &mut scratch, out);
+                    }
+                }));
+                assert_eq!(out, one, "a prompt's attention is that of its tokens");
+            }
+            let seen: usize = (0..tokens).map(|t| context - tokens + 1 + t).sum();
+            let giga = (2 * seen * width) as f64 / 1e9;
+            let (step, single) = (giga / median(step), giga / median(single));
+            line += &format!(" {context}: {step:.1} ({single:.1})");
+        }
+        println!("{line}");
+    }
 }

@@ -373,7 +373,8 @@ impl Kernels {
     /// Quantises one group (`x.len() <= codes.len()`).
     fn quantise_group(self, x: &[f32], codes: &mut [i8]) -> (f32, i32) {
         match self.isa() {
-            Isa::Scalar => quantise_any(x, codes),
+            // NEON is part of every aarch64 target.
+            Isa::Scalar | Isa::Neon => quantise_any(x, codes),
             #[cfg(target_arch = "x86_64")]
             // SAFETY: a `Kernels` of this set proves that the machine has its features.
             Isa::Avx2 => unsafe { quantise_avx2(x, codes) },

@@ -1,4 +1,4 @@
-//! Attention of one token over a paged KV cache.
+//! Attention over a paged KV cache: of one token, of consecutive tokens (`tile.rs`), of a step (`step.rs`).
 //!
 //! A *row* is the key or the value of one position and one kv head; a *run* is rows of consecutive positions
 //! at equal distances, as they lie in one block of the cache. Everything here is defined per query head and
@@ -8,6 +8,9 @@
 // Tiles of registers are indexed: iterators over several of them at once are hard to read.
 #![allow(clippy::needless_range_loop)]
 
+mod step;
+mod tile;
+
 use std::ops::Range;
 
 use smoe_format::half::f32_to_f16;
@@ -16,6 +19,8 @@ use crate::dot::{Element, F16, F32, I8, Rows, products, products_scalar};
 use crate::exp::Softmax;
 use crate::isa::Kernels;
 use crate::simd::{LANES, Op, Simd};
+
+pub use step::{AttentionHeads, AttentionScratch, Sight, attend};
 
 /// How keys or values are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -529,3 +534,6 @@ fn check_stride(heads: usize, count: usize, stride: usize, len: usize) {
     let fits = count <= stride && (heads == 0 || (heads - 1) * stride + count <= len);
     assert!(fits, "{heads} rows of {count}, {stride} apart, in {len}");
 }
+
+#[cfg(test)]
+mod tests;

@@ -11,11 +11,13 @@ pub enum Isa {
     Avx2,
     /// x86-64 with AVX-512 F, BW, DQ, VL and VNNI.
     Avx512,
+    /// aarch64 with NEON and its int8 dot product: Apple's M series, servers and phones since about 2018.
+    Neon,
 }
 
 impl Isa {
     /// All of them, the plainest first.
-    pub const ALL: [Self; 3] = [Self::Scalar, Self::Avx2, Self::Avx512];
+    pub const ALL: [Self; 4] = [Self::Scalar, Self::Avx2, Self::Avx512, Self::Neon];
 
     /// The name that `SMOE_KERNELS` takes and that reports show.
     #[must_use]
@@ -24,6 +26,7 @@ impl Isa {
             Self::Scalar => "scalar",
             Self::Avx2 => "avx2",
             Self::Avx512 => "avx512",
+            Self::Neon => "neon",
         }
     }
 
@@ -47,6 +50,13 @@ impl Isa {
             }
             #[cfg(not(target_arch = "x86_64"))]
             Self::Avx2 | Self::Avx512 => false,
+            #[cfg(target_arch = "aarch64")]
+            Self::Neon => {
+                std::arch::is_aarch64_feature_detected!("neon")
+                    && std::arch::is_aarch64_feature_detected!("dotprod")
+            }
+            #[cfg(not(target_arch = "aarch64"))]
+            Self::Neon => false,
         }
     }
 }
@@ -83,7 +93,7 @@ impl fmt::Display for KernelsError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Unknown { name } => {
-                write!(f, "no kernels are called `{name}`: use scalar, avx2 or avx512")
+                write!(f, "no kernels are called `{name}`: use scalar, avx2, avx512 or neon")
             }
             Self::Unavailable { isa } => write!(f, "this machine cannot run {isa} kernels"),
         }
@@ -108,7 +118,7 @@ impl Kernels {
         Self { isa: isa.unwrap_or(Isa::Scalar) }
     }
 
-    /// The kernels called `name` (`scalar`, `avx2`, `avx512`), or the fastest ones for `None`.
+    /// The kernels called `name` (`scalar`, `avx2`, `avx512`, `neon`), or the fastest ones for `None`.
     ///
     /// # Errors
     /// If there is no such name, or this machine lacks them.
@@ -136,5 +146,36 @@ impl Kernels {
     #[must_use]
     pub const fn name(self) -> &'static str {
         self.isa.name()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_other_architectures_are_known_and_unavailable() {
+        for isa in Isa::ALL {
+            let kernels = Kernels::by_name(Some(isa.name()));
+            match isa {
+                Isa::Scalar => assert_eq!(kernels, Ok(Kernels { isa })),
+                Isa::Avx2 | Isa::Avx512 if cfg!(not(target_arch = "x86_64")) => {
+                    assert_eq!(kernels, Err(KernelsError::Unavailable { isa }));
+                }
+                Isa::Neon if cfg!(not(target_arch = "aarch64")) => {
+                    assert_eq!(kernels, Err(KernelsError::Unavailable { isa }));
+                }
+                _ => assert_eq!(kernels.is_ok(), Kernels::available().contains(&Kernels { isa })),
+            }
+        }
+        assert!(matches!(Kernels::by_name(Some("sse")), Err(KernelsError::Unknown { .. })));
+    }
+
+    #[test]
+    fn detection_finds_what_the_processor_is_known_to_have() {
+        // Set by `cargo xtask aarch64`, which knows the processors that it emulates.
+        if let Ok(expected) = std::env::var("SMOE_EXPECTED_KERNELS") {
+            assert_eq!(Kernels::detect().name(), expected);
+        }
     }
 }

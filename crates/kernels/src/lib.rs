@@ -10,7 +10,7 @@
 //! because this crate is a fence for `unsafe`.
 
 // Other machines run scalar code so far, and leave the vector side of operations unused.
-#![cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
+#![cfg_attr(not(any(target_arch = "x86_64", target_arch = "aarch64")), allow(dead_code))]
 
 mod activations;
 mod attention;
@@ -28,10 +28,11 @@ pub mod output;
 pub mod pool;
 mod rope;
 mod simd;
+mod stream;
 mod top_k;
 
 pub use activations::{Activations, Quantised};
-pub use attention::{KvBlocks, KvPlane, KvRun, KvType};
+pub use attention::{AttentionHeads, AttentionScratch, KvBlocks, KvPlane, KvRun, KvType, Sight, attend};
 pub use exp::{EXP_ULP_MAX, exp, sigmoid, silu};
 pub use expert_ffn::{ExpertCall, ExpertScratch, expert_ffn};
 pub use isa::{Isa, Kernels, KernelsError};

@@ -5,12 +5,12 @@
 //! processor has the instructions. [`Kernels::run`] is the only place where the two meet and the only
 //! call into code compiled for other features than the crate's.
 //!
-//! A [`Simd`] always has sixteen lanes, whatever the registers hold (AVX-512 one, AVX2 two), because sums are
-//! defined over sixteen lanes; so an operation is written once. Everything from `vector` down to the
-//! lanes must be `#[inline(always)]`: only what ends up inside the feature function is compiled with its
-//! features. Closures are not, so no lanes go through them.
+//! A [`Simd`] always has sixteen lanes, whatever the registers hold (AVX-512 one, AVX2 two, NEON four),
+//! because sums are defined over sixteen lanes; so an operation is written once. Everything from `vector`
+//! down to the lanes must be `#[inline(always)]`: only what ends up inside the feature function is compiled
+//! with its features. Closures are not, so no lanes go through them.
 
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use crate::isa::Isa;
 use crate::isa::Kernels;
 
@@ -18,6 +18,8 @@ use crate::isa::Kernels;
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 
 /// Lanes of a sum.
 pub(crate) const LANES: usize = 16;
@@ -44,6 +46,9 @@ impl Kernels {
             // SAFETY: as above.
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => unsafe { avx2::run(op) },
+            // SAFETY: as above.
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon => unsafe { neon::run(op) },
             _ => op.scalar(),
         }
     }

@@ -5,10 +5,12 @@
 //! | `fidelity` | what each bit width does to the demo model's answers |
 //! | `mutate` | that no damaged or hostile vault crashes, hangs or silently changes the mathematics |
 //! | `kill-sculpt` | that a sculpt killed at any moment goes on to the same bytes |
+//! | `aarch64` | that the kernels of aarch64 give the bits of the definition, by emulation |
 //! | `size` | that the repository stays small |
 #![forbid(unsafe_code)]
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "commands for developers at a terminal")]
 
+mod aarch64;
 mod fidelity;
 mod kill_sculpt;
 mod mutate;
@@ -38,6 +40,8 @@ enum Command {
     Mutate(mutate::Args),
     /// Kill the real binary's sculpt at random moments; the vault must come out the same
     KillSculpt(kill_sculpt::Args),
+    /// Run the kernels' tests for aarch64 in qemu
+    Aarch64,
     /// Add up the tracked files; too many bytes fail
     Size,
 }
@@ -47,6 +51,7 @@ fn main() -> ExitCode {
         Command::Fidelity(args) => fidelity::run(&args),
         Command::Mutate(args) => mutate::run(&args),
         Command::KillSculpt(args) => kill_sculpt::run(&args),
+        Command::Aarch64 => aarch64::run(),
         Command::Size => size::run(),
     };
     match result {

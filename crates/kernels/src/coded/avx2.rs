@@ -13,7 +13,7 @@ use super::{AHEAD, Job, Sums, by_bits_and_tokens};
 
 #[target_feature(enable = "avx2,fma,f16c")]
 pub(super) fn block(job: Job<'_>, tokens: usize, out: &mut Sums) {
-    by_bits_and_tokens!(kernel, job, tokens, out, [1, 2, 4]);
+    by_bits_and_tokens!(kernel, job, tokens, out, [1, 2, 3, 4]);
 }
 
 /// Units of four columns whose pair sums fit in 16 bits together; a power of two.

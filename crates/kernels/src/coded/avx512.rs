@@ -9,7 +9,7 @@ use super::{AHEAD, Job, Sums, by_bits_and_tokens};
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,f16c")]
 pub(super) fn block(job: Job<'_>, tokens: usize, out: &mut Sums) {
-    by_bits_and_tokens!(kernel, job, tokens, out, [1, 2, 4, 8]);
+    by_bits_and_tokens!(kernel, job, tokens, out, [1, 2, 3, 4, 5, 6, 7, 8]);
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,f16c")]

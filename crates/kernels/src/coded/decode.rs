@@ -114,7 +114,8 @@ impl Kernels {
             let at = row - rows.start;
             let out = &mut out[at * cols..(at + last - first) * cols];
             match self.isa() {
-                Isa::Scalar => decode_block(uniform, bytes, first..last, cols, out),
+                // NEON is part of every aarch64 target.
+                Isa::Scalar | Isa::Neon => decode_block(uniform, bytes, first..last, cols, out),
                 #[cfg(target_arch = "x86_64")]
                 // SAFETY: a `Kernels` of either set proves that the machine has these features.
                 Isa::Avx2 | Isa::Avx512 => unsafe { decode_avx2(uniform, bytes, first..last, cols, out) },

@@ -13,6 +13,8 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 pub(crate) mod decode;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 mod scalar;
 
 use std::ops::Range;
@@ -28,11 +30,11 @@ type Sums = [[f32; ROWS]; TOKENS];
 
 /// Bytes ahead of the tile that are prefetched: 2 to 8 KiB measured alike, the non-temporal hint halves the
 /// speed (EXP-KERNEL-01).
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 const AHEAD: usize = 4096;
 
-/// With more than one block of tokens, rows are taken in runs of about this many bytes, which stay in L2
-/// while the tokens pass.
+/// With more tokens than a kernel takes at once, rows are taken in runs of about this many bytes, which stay
+/// in L2 while the tokens pass.
 const RUN_BYTES: usize = 256 << 10;
 
 /// What a kernel does to one block of rows.
@@ -84,7 +86,8 @@ impl Kernels {
             (0..x.tokens()).for_each(|t| out.part(rows.clone()).token(t).fill(0.0));
             return;
         }
-        let run = if x.tokens() > TOKENS { (RUN_BYTES / block_bytes).max(1) } else { usize::MAX / ROWS };
+        let one_pass = x.tokens() == self.tokens_at_once(x.tokens());
+        let run = if one_pass { usize::MAX / ROWS } else { (RUN_BYTES / block_bytes).max(1) };
         let mut sums: Sums = [[0.0; ROWS]; TOKENS];
         for start in rows.clone().step_by(run * ROWS) {
             let run = start..rows.end.min(start.saturating_add(run * ROWS));
@@ -105,21 +108,22 @@ impl Kernels {
         }
     }
 
-    /// The largest register tile for at most `tokens` tokens.
+    /// The largest register tile for at most `tokens` tokens: fewer passes, even of an odd number of tokens,
+    /// are what counts, as each reads and unpacks the weights again.
     fn tokens_at_once(self, tokens: usize) -> usize {
-        let widest = match self.isa() {
-            Isa::Scalar | Isa::Avx512 => 8,
-            Isa::Avx2 => 4,
-        };
-        match tokens.min(widest) {
-            8 => 8,
-            4.. => 4,
-            2.. => 2,
-            _ => 1,
+        match self.isa() {
+            Isa::Scalar | Isa::Avx512 => tokens.min(8),
+            Isa::Avx2 => tokens.min(4),
+            Isa::Neon => match tokens {
+                8.. => 8,
+                4.. => 4,
+                2.. => 2,
+                _ => 1,
+            },
         }
     }
 
-    /// One block of rows for `tokens` (1, 2, 4 or 8) tokens.
+    /// One block of rows for `tokens` tokens, as many as [`Self::tokens_at_once`] gives.
     fn coded_block(self, job: Job<'_>, tokens: usize, out: &mut Sums) {
         match self.isa() {
             Isa::Scalar => scalar::block(job, tokens, out),
@@ -129,14 +133,19 @@ impl Kernels {
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as above.
             Isa::Avx512 => unsafe { avx512::block(job, tokens, out) },
+            #[cfg(target_arch = "aarch64")]
+            // SAFETY: as above.
+            Isa::Neon => unsafe { neon::block(job, tokens, out) },
             #[cfg(not(target_arch = "x86_64"))]
             Isa::Avx2 | Isa::Avx512 => scalar::block(job, tokens, out),
+            #[cfg(not(target_arch = "aarch64"))]
+            Isa::Neon => scalar::block(job, tokens, out),
         }
     }
 }
 
 /// Calls a `fn<const BITS: u8, const T: usize>(job, out)` for run-time bits and tokens.
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 macro_rules! by_bits_and_tokens {
     ($kernel:ident, $job:expr, $tokens:expr, $out:expr, [$($t:literal),+]) => {
         match ($job.uniform.bits(), $tokens) {
@@ -152,7 +161,7 @@ macro_rules! by_bits_and_tokens {
         }
     };
 }
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use by_bits_and_tokens;
 
 #[cfg(test)]

@@ -1,0 +1,144 @@
+//! Attention of all tokens of a step, spread over the threads of a pool.
+
+use std::ops::Range;
+use std::sync::{Mutex, MutexGuard, TryLockError};
+
+use super::KvBlocks;
+use super::tile::{scratch_len, tile_tokens};
+use crate::output::Shared;
+use crate::{Kernels, Pool};
+
+/// The heads of a layer's attention.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionHeads<'a> {
+    /// Heads that keys and values have.
+    pub n_kv_heads: usize,
+    /// Query heads that share a kv head: those of kv head h are `h * per_kv` and the ones after it.
+    pub per_kv: usize,
+    /// Elements of a query and of a key.
+    pub head_dim: usize,
+    /// Elements of a value and of an output.
+    pub value_dim: usize,
+    /// What scores are multiplied with.
+    pub scale: f32,
+    /// One logit per query head, as in [`Kernels::attention`].
+    pub sinks: Option<&'a [f32]>,
+}
+
+/// What a token sees of the cache, for one kv head.
+#[derive(Clone, Debug)]
+pub struct Sight<'a> {
+    /// Keys and values of the token's session.
+    pub blocks: KvBlocks<'a>,
+    /// The positions that it sees.
+    pub visible: Range<usize>,
+}
+
+impl Sight<'_> {
+    /// True if `next` is what the next token of the same session sees.
+    fn precedes(&self, next: &Self) -> bool {
+        std::ptr::eq(self.blocks.table, next.blocks.table)
+            && self.visible.start == next.visible.start
+            && self.visible.end + 1 == next.visible.end
+    }
+}
+
+/// Working memory of [`attend`]: a buffer per thread.
+#[derive(Debug)]
+pub struct AttentionScratch {
+    buffers: Vec<Mutex<Vec<f32>>>,
+}
+
+impl AttentionScratch {
+    /// Buffers of [`Self::floats`] each, for a pool of `threads` threads.
+    #[must_use]
+    pub fn new(threads: usize, head_dim: usize, value_dim: usize, context: usize) -> Self {
+        let len = Self::floats(head_dim, value_dim, context);
+        Self { buffers: (0..threads.max(1)).map(|_| Mutex::new(vec![0.0; len])).collect() }
+    }
+
+    /// Floats that a thread needs where tokens see up to `context` positions: scores of 32 queries up to 8192
+    /// positions (1 MiB), of 16 beyond twice that, and the widened rows.
+    #[must_use]
+    pub const fn floats(head_dim: usize, value_dim: usize, context: usize) -> usize {
+        scratch_len(head_dim, value_dim, context)
+    }
+
+    /// A buffer that no other thread uses.
+    fn free(&self) -> MutexGuard<'_, Vec<f32>> {
+        let free = self.buffers.iter().find_map(|buffer| match buffer.try_lock() {
+            Ok(guard) => Some(guard),
+            // Nothing is kept there from one use to the next.
+            Err(TryLockError::Poisoned(error)) => Some(error.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        });
+        let Some(free) = free else { panic!("more threads than the {} of the scratch", self.buffers.len()) };
+        free
+    }
+}
+
+/// Attention of all tokens of a step.
+///
+/// `queries` is `[T, n_kv_heads * per_kv * head_dim]`, `out` is `[T, n_kv_heads * per_kv * value_dim]` and is
+/// overwritten. `sight(t, h)` says what token t sees of kv head h; the planes of `h` must be those of one
+/// cache for all tokens. Tokens whose sights continue one another, as a prompt's do, share the reading of
+/// keys and values. Each gets the bits of [`Kernels::attention`], whatever its neighbours and the number of
+/// threads. Allocates nothing.
+///
+/// # Panics
+/// If a shape does not match, a token sees nothing or more than the scratch was made for, or a row lies
+/// outside of its plane.
+pub fn attend<'a>(
+    pool: &Pool,
+    kernels: Kernels,
+    heads: &AttentionHeads<'_>,
+    queries: &[f32],
+    sight: &(dyn Fn(usize, usize) -> Sight<'a> + Sync),
+    scratch: &mut AttentionScratch,
+    out: &mut [f32],
+) {
+    let &AttentionHeads { n_kv_heads, per_kv, head_dim, value_dim, scale, sinks } = heads;
+    let (query_width, width) = (n_kv_heads * per_kv * head_dim, n_kv_heads * per_kv * value_dim);
+    assert!(query_width > 0 && queries.len().is_multiple_of(query_width), "queries are [T, {query_width}]");
+    let tokens = queries.len() / query_width;
+    assert_eq!(out.len(), tokens * width, "output is [{tokens}, {width}]");
+    assert!(sinks.is_none_or(|sinks| sinks.len() == n_kv_heads * per_kv), "one sink per query head");
+    let at_once = tile_tokens(per_kv);
+    let tiles = tokens.div_ceil(at_once);
+    let (out, scratch) = (Shared::new(out), &*scratch);
+    // One head after the other: its rows stay in a thread's cache from tile to tile.
+    pool.run(n_kv_heads * tiles, &|task| {
+        let (head, tile) = (task / tiles, task % tiles);
+        let end = tokens.min((tile + 1) * at_once);
+        let mut buffer = scratch.free();
+        let mut first = tile * at_once;
+        while first < end {
+            let seen = sight(first, head);
+            let mut last = seen.clone();
+            let mut next = first + 1;
+            while next < end {
+                let after = sight(next, head);
+                if !last.precedes(&after) {
+                    break;
+                }
+                (last, next) = (after, next + 1);
+            }
+            let columns = head * per_kv * value_dim..(head + 1) * per_kv * value_dim;
+            // SAFETY: each task has its own tokens' own columns.
+            let mut out = unsafe { out.shard(first * width, next - first, width, columns) };
+            kernels.attention_block(
+                &queries[first * query_width + head * per_kv * head_dim..],
+                query_width,
+                per_kv,
+                head_dim,
+                seen.blocks,
+                seen.visible,
+                scale,
+                sinks.map(|sinks| &sinks[head * per_kv..(head + 1) * per_kv]),
+                &mut buffer,
+                &mut out,
+            );
+            first = next;
+        }
+    });
+}
