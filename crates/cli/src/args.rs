@@ -31,6 +31,8 @@ pub enum Command {
     Demo(DemoArgs),
     /// Turn a Hugging Face checkpoint into a vault
     Sculpt(SculptArgs),
+    /// Make a vault of a real model's shape with random weights, to measure a machine without a download
+    Synth(SynthArgs),
     /// Show what a vault will hold in memory, before anything is loaded
     Plan(PlanArgs),
     /// Show what is in a vault
@@ -39,6 +41,8 @@ pub enum Command {
     Verify(VerifyArgs),
     /// Write logits, hidden states and router logits of a prompt to a safetensors file
     Probe(ProbeArgs),
+    /// Measure a vault on this machine, against what its disk and memory can do
+    Bench(BenchArgs),
     /// Render a chat template for the conversation (JSON) on stdin
     Template(TemplateArgs),
 }
@@ -65,6 +69,12 @@ pub struct MachineArgs {
     /// How keys and values are kept: f32, f16 or q8 [default: f16, f32 for 16-bit vaults]
     #[arg(long, value_name = "TYPE", value_parser = parse_kv)]
     pub kv: Option<KvType>,
+    /// When decoding, read ahead so many experts of the next layer, as its router ranks them early; 0 is off
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub look_ahead: usize,
+    /// When decoding, read ahead so many experts of each layer that the last token ranked next; 0 is off
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub spec: usize,
     /// Multiply coded weights with f32 activations: slower, the definition
     #[arg(long)]
     pub exact: bool,
@@ -95,6 +105,8 @@ impl MachineArgs {
             exact: self.exact,
             kernels: std::env::var("SMOE_KERNELS").ok().filter(|name| !name.is_empty()),
             verify: !self.no_checksums,
+            look_ahead: self.look_ahead,
+            spec: self.spec,
             ..EngineOptions::default()
         }
     }
@@ -259,6 +271,46 @@ pub struct SculptArgs {
     pub json: bool,
 }
 
+/// `smoe synth`.
+#[derive(Debug, Args)]
+pub struct SynthArgs {
+    /// Where the vault goes
+    pub vault: PathBuf,
+    /// Whose shape: a name such as qwen3-30b-a3b (a wrong one lists them all), or a config.json
+    #[arg(long, value_name = "SHAPE")]
+    pub like: String,
+    /// Only the first N layers
+    #[arg(long, value_name = "N")]
+    pub layers: Option<usize>,
+    /// Write the experts of N layers only; the others have the same ones, by turns
+    #[arg(long, value_name = "N")]
+    pub unique_layers: Option<usize>,
+    /// Bits of a routed expert's weight: 2, 3, 4, 5, 6, 8 or 16
+    #[arg(long, value_name = "BITS", default_value_t = 4)]
+    pub bits: u8,
+    /// Weights that share a scale: 32, 64 or 128
+    #[arg(long, value_name = "N", default_value_t = 64)]
+    pub group: usize,
+    /// Everything else: bf16, q8, q6, q5 or q4
+    #[arg(long, value_name = "BITS", default_value = "q8")]
+    pub backbone: smoe_sculpt::BackboneBits,
+    /// Share of a token's experts that the token before it had too
+    #[arg(long, value_name = "X", default_value_t = 0.46)]
+    pub overlap: f64,
+    /// Share of choices that falls on the busiest tenth of a layer's experts; 0.1 is even
+    #[arg(long, value_name = "X", default_value_t = 0.3)]
+    pub skew: f64,
+    /// Seed of the weights
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub seed: u64,
+    /// Replace a vault that was made otherwise
+    #[arg(long)]
+    pub force: bool,
+    /// As JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
 /// `smoe plan`.
 #[derive(Debug, Args)]
 pub struct PlanArgs {
@@ -302,6 +354,36 @@ pub struct ProbeArgs {
     /// Where to write: tensors `logits`, `hidden` and `router`
     #[arg(long, value_name = "FILE.safetensors")]
     pub out: PathBuf,
+    #[command(flatten)]
+    pub machine: MachineArgs,
+}
+
+/// `smoe bench`.
+#[derive(Debug, Args)]
+pub struct BenchArgs {
+    /// The vault
+    pub vault: Option<PathBuf>,
+    /// Measure a disk alone: a large file on it, or a vault
+    #[arg(long, value_name = "FILE")]
+    pub disk: Option<PathBuf>,
+    /// Measure the kernels alone
+    #[arg(long)]
+    pub kernels: bool,
+    /// Repeat everything so many times; figures are medians
+    #[arg(long, value_name = "N", default_value_t = 3)]
+    pub runs: usize,
+    /// Seed of the token ids
+    #[arg(long, value_name = "N", default_value_t = 1337)]
+    pub seed: u64,
+    /// As JSON
+    #[arg(long)]
+    pub json: bool,
+    /// Also write the record to a file
+    #[arg(long, value_name = "FILE.json")]
+    pub out: Option<PathBuf>,
+    /// Show the figures beside those of an older record
+    #[arg(long, value_name = "OLD.json")]
+    pub compare: Option<PathBuf>,
     #[command(flatten)]
     pub machine: MachineArgs,
 }

@@ -18,6 +18,7 @@ macro_rules! say {
 
 mod answer;
 mod args;
+mod bench;
 mod chat;
 mod demo;
 mod failure;
@@ -29,6 +30,7 @@ mod probe;
 mod progress;
 mod run;
 mod sculpt;
+mod synth;
 mod template;
 mod verify;
 
@@ -44,10 +46,12 @@ fn main() -> ExitCode {
         Command::Chat(args) => chat::chat(&args),
         Command::Demo(args) => demo::demo(&args),
         Command::Sculpt(args) => sculpt::sculpt(&args),
+        Command::Synth(args) => synth::synth(&args),
         Command::Plan(args) => plan::plan(&args),
         Command::Inspect(args) => inspect::inspect(&args),
         Command::Verify(args) => verify::verify(&args),
         Command::Probe(args) => probe::probe(&args),
+        Command::Bench(args) => bench::bench(&args),
         Command::Template(args) => template::template(&args),
     };
     match result {

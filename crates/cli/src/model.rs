@@ -94,6 +94,12 @@ pub fn open_engine(vault: &Vault, machine: &MachineArgs, reserved: u64) -> Resul
     if let DirectIo::No { why } = engine.info().direct_io {
         eprintln!("note: reads go through the page cache: {why}");
     }
+    preload(&mut engine)?;
+    Ok(engine)
+}
+
+/// Loads all experts, if they fit, with a bar.
+pub fn preload(engine: &mut Engine) -> Result<(), Failure> {
     let mut bar: Option<ProgressBar> = None;
     let loaded = engine.preload(&mut |done, total| {
         let bar = bar.get_or_insert_with(|| progress::bytes("loading experts", total));
@@ -102,8 +108,7 @@ pub fn open_engine(vault: &Vault, machine: &MachineArgs, reserved: u64) -> Resul
     if let Some(bar) = bar {
         bar.finish_and_clear();
     }
-    loaded?;
-    Ok(engine)
+    Ok(loaded?)
 }
 
 /// A size that the user named is taken, and what is free now is said if it is less.

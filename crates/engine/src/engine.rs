@@ -8,14 +8,20 @@ use std::time::Instant;
 
 use smoe_format::{ExpertKey, FfnKind, ModelSpec, original};
 use smoe_kernels::{Kernels, KernelsError};
-use smoe_meter::{Phase, PhaseClock, PhaseMeter, PhaseSnapshot, StoreMeter, StoreSnapshot};
+use smoe_meter::{
+    Phase, PhaseClock, PhaseMeter, PhaseSnapshot, RouteMeter, RouteSnapshot, Step, StepLog, StoreMeter,
+    StoreSnapshot,
+};
 use smoe_store::{
-    DirectIo, Disk, FileDisk, Lease, OpenMode, Record, RecordDecoder, Store, StoreConfig, StoreError,
+    ArenaMemory, DirectIo, Disk, FileDisk, Lease, OpenMode, Order, Record, RecordDecoder, Store, StoreConfig,
+    StoreError, Want, replay::Trace,
 };
 
 use crate::EngineError;
-use crate::backend::cpu::{self, CpuBackend};
+use crate::backend::cpu::{self, CALL_EXPERTS, CpuBackend};
 use crate::backend::{Backend, HEAD_ROWS, Row};
+use crate::ceiling::{self, MemoryCeiling};
+use crate::governor::Governor;
 use crate::kv::KvCache;
 use crate::memory::MemoryFacts;
 use crate::plan::{Plan, PlanRequest, Subject, all_float};
@@ -23,6 +29,7 @@ use crate::routes::Routes;
 use crate::sampler::Sampler;
 use crate::session::{Dropped, Session, Synced, reusable};
 use crate::vault::Vault;
+use crate::watch::RouteWatch;
 use crate::weights::Weights;
 
 /// How to open a vault.
@@ -38,23 +45,46 @@ pub struct EngineOptions {
     pub verify: bool,
     /// Direct or buffered reads; automatic by default.
     pub disk: OpenMode,
+    /// When decoding, after each layer, experts of the next layer that are read ahead: so many of the highest
+    /// in the ranking of its router over this layer's output. 0 is off.
+    pub look_ahead: usize,
+    /// After a decoded token, experts of each layer that are read ahead: so many of the highest in its ranking
+    /// that it did not choose. 0 is off.
+    pub spec: usize,
 }
 
 impl Default for EngineOptions {
     fn default() -> Self {
-        Self { plan: PlanRequest::default(), exact: false, kernels: None, verify: true, disk: OpenMode::Auto }
+        Self {
+            plan: PlanRequest::default(),
+            exact: false,
+            kernels: None,
+            verify: true,
+            disk: OpenMode::Auto,
+            look_ahead: 0,
+            spec: 0,
+        }
     }
 }
 
 /// Reads of 2 MB and more saturate a drive with 2 to 8 in flight: EXP-STORE-05.
 const READERS: usize = 4;
 
+/// Steps whose figures are kept: some minutes of decoding.
+const STEPS: usize = 4096;
+/// A whole layer is read ahead if the step needs this share of the experts of the layer before: what is read
+/// in vain then costs less than the disk's idle time while the backend computes.
+const SWEEP_SHARE: f64 = 0.9;
+/// Tokens between two at which the look-ahead is scored while it is off: its products cost a router each.
+const SCORE_EVERY: u64 = 16;
+
 /// What a long call may be told, and asked.
 #[derive(Default)]
 pub struct Control<'a> {
     /// Set from anywhere to stop; looked at before every layer.
     pub cancel: Option<&'a AtomicBool>,
-    /// Told (tokens done, tokens to do) after every prefill step.
+    /// Told (tokens done, tokens to do) as a prefill goes on. Inside a step the layers done count as their
+    /// part of its tokens.
     pub progress: Option<&'a mut dyn FnMut(usize, usize)>,
 }
 
@@ -75,6 +105,12 @@ impl<'a> Control<'a> {
         match self.cancel {
             Some(flag) if flag.load(Ordering::Relaxed) => Err(EngineError::Cancelled),
             _ => Ok(()),
+        }
+    }
+
+    fn report(&mut self, done: usize, total: usize) {
+        if let Some(progress) = &mut self.progress {
+            progress(done, total);
         }
     }
 }
@@ -101,6 +137,17 @@ pub struct EngineInfo {
     pub direct_io: DirectIo,
     /// Expert file.
     pub experts_path: PathBuf,
+}
+
+/// The counters of an engine: anyone may read them, from any thread, while it works.
+#[derive(Clone, Debug)]
+pub struct Meters {
+    /// Time by phase, of steps that are over.
+    pub phases: Arc<PhaseMeter>,
+    /// What the store counts.
+    pub store: Arc<StoreMeter>,
+    /// How tokens are routed.
+    pub routes: Arc<RouteMeter>,
 }
 
 /// Why a generation ended.
@@ -136,9 +183,21 @@ pub struct Engine {
     direct_io: DirectIo,
     kv: KvCache,
     routes: Routes,
-    keys: Vec<ExpertKey>,
+    wants: Vec<Want>,
     leases: Vec<Lease>,
     rows: Vec<Row>,
+    /// Tokens computed so far: the clock of the experts' last uses.
+    tokens_done: u64,
+    /// Tokens of the running `sync` that are done, and that are to do.
+    prefilled: (usize, usize),
+    watch: RouteWatch,
+    governor: Governor,
+    steps: StepLog,
+    store_before: StoreSnapshot,
+    /// Experts by rank, in what reads ahead.
+    ranking: Vec<u32>,
+    look_ahead: usize,
+    spec_width: usize,
     dropped: Arc<Dropped>,
     clock: PhaseClock,
     phase_meter: Arc<PhaseMeter>,
@@ -204,9 +263,18 @@ impl Engine {
         Ok(Self {
             kv: KvCache::new(&spec, plan.kv, plan.context, plan.sessions)?,
             routes: Routes::with_capacity(&spec.moe, plan.chunk),
-            keys: Vec::with_capacity(spec.moe.n_experts),
+            wants: Vec::with_capacity(spec.moe.n_experts.max(options.spec * spec.n_layers())),
             leases: Vec::with_capacity(spec.moe.n_experts),
             rows: Vec::with_capacity(plan.chunk),
+            tokens_done: 0,
+            prefilled: (0, 0),
+            watch: RouteWatch::new(&spec),
+            governor: Governor::new(plan.slot_bytes, plan.ring_slots, plan.ring_floor),
+            steps: StepLog::with_capacity(STEPS),
+            store_before: StoreSnapshot::default(),
+            ranking: Vec::with_capacity(spec.moe.n_experts),
+            look_ahead: options.look_ahead,
+            spec_width: options.spec,
             dropped: Arc::default(),
             clock: PhaseClock::new(phase_meter.clone()),
             phase_meter,
@@ -238,6 +306,16 @@ impl Engine {
         }
     }
 
+    /// The counters themselves, for who watches while the engine is busy.
+    #[must_use]
+    pub fn meters(&self) -> Meters {
+        Meters {
+            phases: self.phase_meter.clone(),
+            store: self.store_meter.clone(),
+            routes: self.watch.meter().clone(),
+        }
+    }
+
     /// Counters of the store.
     #[must_use]
     pub fn store_snapshot(&self) -> StoreSnapshot {
@@ -250,6 +328,46 @@ impl Engine {
         self.phase_meter.snapshot()
     }
 
+    /// How tokens were routed.
+    #[must_use]
+    pub fn route_snapshot(&self) -> RouteSnapshot {
+        self.watch.meter().snapshot()
+    }
+
+    /// The last steps, one by one.
+    #[must_use]
+    pub const fn steps(&self) -> &StepLog {
+        &self.steps
+    }
+
+    /// Begins to write down how every token is routed, or ends it: gives what was written.
+    ///
+    /// # Errors
+    /// If the model has more experts or layers than a trace can name.
+    pub fn record_trace(&mut self, on: bool) -> Result<Option<Trace>, EngineError> {
+        let moe = &self.spec.moe;
+        let layers = self.spec.moe_layers().count() as u32;
+        let trace = if on { Some(Trace::new(layers, moe.n_experts as u32, moe.top_k as u32)?) } else { None };
+        Ok(self.watch.record(trace))
+    }
+
+    /// Calls `out` with every expert, and whether it is in the ring.
+    pub fn residency(&self, out: &mut dyn FnMut(ExpertKey, bool)) {
+        self.store.residency(out);
+    }
+
+    /// Slots that the ring may use now: fewer than planned while memory is short.
+    #[must_use]
+    pub fn ring_limit(&self) -> usize {
+        self.store.limit()
+    }
+
+    /// Reads experts into free slots while nothing else is to be done, the first ones first; the next token ends
+    /// it.
+    pub fn prewarm(&mut self, experts: &[ExpertKey]) {
+        self.store.prewarm(experts);
+    }
+
     /// Loads every expert in large sequential reads, if the ring holds them all; otherwise does nothing.
     /// Told (bytes done, bytes to do). Without it experts are loaded as they are first needed.
     ///
@@ -260,6 +378,28 @@ impl Engine {
             self.store.preload_all(progress)?;
         }
         Ok(())
+    }
+
+    /// Empties the ring, down to its floor: what a bench calls cold. Nothing if the ring holds every expert.
+    pub fn forget_experts(&mut self) {
+        if !self.plan.holds_all() {
+            self.store.set_limit(0);
+            self.store.set_limit(self.plan.ring_slots);
+        }
+        self.watch.forget_unless_continued(&[]);
+    }
+
+    /// Streams the ring's memory with all threads, `passes` times: the ceiling that decoding from memory is
+    /// held against. None while experts are being read, or if some slots hold nothing and others do.
+    pub fn memory_ceiling(&mut self, passes: usize) -> Option<MemoryCeiling> {
+        let (kernels, threads) = (self.kernels, self.plan.threads);
+        self.store.with_memory(|memory| match memory {
+            ArenaMemory::Empty(bytes) => {
+                ceiling::touch(bytes, threads);
+                ceiling::memory(bytes, kernels, threads, passes)
+            }
+            ArenaMemory::Full(bytes) => ceiling::memory(bytes, kernels, threads, passes),
+        })
     }
 
     /// Starts a session.
@@ -300,6 +440,7 @@ impl Engine {
         session.tokens.truncate(reused);
         let total = tokens.len() - reused;
         let mut done = 0;
+        self.prefilled = (0, total);
         for chunk in tokens[reused..].chunks(self.plan.chunk) {
             let last = done + chunk.len() == total;
             let first = session.tokens.len();
@@ -311,9 +452,8 @@ impl Engine {
             }
             self.end_step();
             done += chunk.len();
-            if let Some(progress) = &mut control.progress {
-                progress(done, total);
-            }
+            self.prefilled = (done, total);
+            control.report(done, total);
         }
         Ok(Synced { reused, prefilled: total })
     }
@@ -350,7 +490,11 @@ impl Engine {
     pub fn sample(&mut self, session: &Session, sampler: &mut Sampler) -> u32 {
         let start = Instant::now();
         let token = sampler.sample(self.kernels, &session.logits);
-        self.clock.charge(Phase::Sampling, start.elapsed());
+        let time = start.elapsed();
+        self.clock.charge(Phase::Sampling, time);
+        if let Some(step) = self.steps.last_mut() {
+            step.phases.charge(Phase::Sampling, time);
+        }
         token
     }
 
@@ -466,48 +610,111 @@ impl Engine {
         mut observer: Option<&mut dyn Observer>,
     ) -> Result<(), EngineError> {
         self.clock.begin_step();
+        self.store_before = self.store_meter.snapshot();
+        self.watch.forget_unless_continued(&self.rows);
         self.backend.embed(tokens)?;
         let mut moe_index = 0;
         for layer in 0..self.spec.n_layers() {
             control.check()?;
+            if layer > 0 && tokens.len() > 1 {
+                let (done, total) = self.prefilled;
+                control.report(done + tokens.len() * layer / self.spec.n_layers(), total);
+            }
             if let Some(observer) = &mut observer {
                 observer.hidden(layer, first, self.backend.hidden()?);
             }
+            let is_moe = self.spec.layers[layer] == FfnKind::Moe;
+            if is_moe && layer > 0 && tokens.len() == 1 {
+                self.foretell(layer)?;
+            }
             self.clock.switch(Phase::Attention);
             self.backend.attend(layer, &self.rows, &mut self.kv)?;
-            match self.spec.layers[layer] {
-                FfnKind::Dense(_) => {
-                    self.clock.switch(Phase::Dense);
-                    self.backend.dense(layer)?;
-                }
-                FfnKind::Moe => {
-                    self.clock.switch(Phase::Router);
-                    let logits = self.backend.route(layer)?;
-                    if let Some(observer) = &mut observer {
-                        observer.router(moe_index, first, logits);
-                    }
-                    self.routes.route(self.kernels, &self.spec.moe, logits);
-                    moe_index += 1;
-                    self.run_experts(layer)?;
-                }
+            if !is_moe {
+                self.clock.switch(Phase::Dense);
+                self.backend.dense(layer)?;
+                continue;
             }
+            self.store.poll();
+            self.clock.switch(Phase::Router);
+            let logits = self.backend.route(layer)?;
+            if let Some(observer) = &mut observer {
+                observer.router(moe_index, first, logits);
+            }
+            self.routes.route(self.kernels, &self.spec.moe, logits);
+            self.watch.routed(moe_index, &self.rows, logits, &self.routes);
+            moe_index += 1;
+            self.run_experts(layer)?;
         }
+        self.tokens_done += tokens.len() as u64;
         self.clock.switch(Phase::Other);
+        if tokens.len() == 1 && self.spec_width > 0 {
+            self.speculate();
+        }
         Ok(())
     }
 
+    /// Ranks the experts of a layer that comes by its router over the hidden states as they are before it: to
+    /// read the highest ahead, and now and then to score the ranking.
+    fn foretell(&mut self, layer: usize) -> Result<(), EngineError> {
+        if self.look_ahead == 0 && !self.tokens_done.is_multiple_of(SCORE_EVERY) {
+            return Ok(());
+        }
+        self.clock.switch(Phase::Router);
+        self.watch.foretell(self.backend.route(layer)?);
+        if self.look_ahead > 0 {
+            self.wants.clear();
+            self.ranking.truncate(0);
+            self.ranking.resize(self.look_ahead.min(self.spec.moe.n_experts), 0);
+            smoe_kernels::top_k(self.watch.ahead(), &mut self.ranking);
+            let stamp = self.tokens_done;
+            let want = |&expert: &u32| Want { key: ExpertKey { layer: layer as u32, expert }, stamp };
+            self.wants.extend(self.ranking.iter().map(want));
+            self.store.expect(&self.wants);
+        }
+        Ok(())
+    }
+
+    /// Reads ahead, layer by layer, what the last token ranked highest and did not choose.
+    fn speculate(&mut self) {
+        self.wants.clear();
+        let chosen = self.spec.moe.top_k;
+        let width = (chosen + self.spec_width).min(self.spec.moe.n_experts);
+        for (index, layer) in self.spec.moe_layers().enumerate() {
+            self.ranking.truncate(0);
+            self.ranking.resize(width, 0);
+            smoe_kernels::top_k(self.watch.last(index), &mut self.ranking);
+            let key = |&expert: &u32| ExpertKey { layer: layer as u32, expert };
+            let stamp = self.tokens_done;
+            self.wants.extend(self.ranking[chosen..].iter().map(key).map(|key| Want { key, stamp }));
+        }
+        self.store.expect(&self.wants);
+    }
+
     /// The experts of a layer: all misses are in flight before anything is computed, then the shared expert,
-    /// the hits, and the misses as they arrive.
+    /// the hits, and the misses as they arrive; in ascending order, and the next layer's behind them, when a
+    /// long step needs most of the layer.
     fn run_experts(&mut self, layer: usize) -> Result<(), EngineError> {
-        self.keys.clear();
-        let keys = self.routes.union().iter().map(|&expert| ExpertKey { layer: layer as u32, expert });
-        self.keys.extend(keys);
-        let mut demand = self.store.demand(&self.keys)?;
+        self.wants.clear();
+        for &expert in self.routes.union() {
+            let last = self.routes.of_expert(expert).1.last().map_or(0, |&token| u64::from(token));
+            let key = ExpertKey { layer: layer as u32, expert };
+            self.wants.push(Want { key, stamp: self.tokens_done + 1 + last });
+        }
+        let order = if self.backend.wants_order(&self.routes) { Order::Given } else { Order::Arrival };
+        let mut demand = self.store.demand(&self.wants, order)?;
+        let sweeps = self.wants.len() as f64 >= SWEEP_SHARE * self.spec.moe.n_experts as f64;
+        if sweeps && self.rows.len() > 1 && self.spec.layers.get(layer + 1) == Some(&FfnKind::Moe) {
+            let stamp = self.tokens_done + self.rows.len() as u64;
+            let key = |expert| ExpertKey { layer: layer as u32 + 1, expert };
+            self.wants.clear();
+            self.wants.extend((0..self.spec.moe.n_experts as u32).map(key).map(|key| Want { key, stamp }));
+            demand.expect(&self.wants);
+        }
         self.clock.switch(Phase::Dense);
         self.backend.begin(layer, &self.routes)?;
         loop {
             self.clock.switch(Phase::DemandWait);
-            match demand.take_ready(&mut self.leases) {
+            match demand.take_ready(CALL_EXPERTS, &mut self.leases) {
                 Ok(0) => break,
                 Ok(_) => {
                     self.clock.switch(Phase::Experts);
@@ -535,7 +742,19 @@ impl Engine {
     }
 
     fn end_step(&mut self) {
-        self.clock.end_step();
+        let phases = self.clock.end_step();
+        self.watch.end_step(&self.rows);
+        let last = self.rows.iter().map(|row| row.position + 1).max();
+        self.steps.push(Step {
+            index: 0,
+            tokens: self.rows.len() as u32,
+            context: last.unwrap_or(0),
+            phases,
+            store: self.store_meter.snapshot() - self.store_before,
+        });
+        if let Some(slots) = self.governor.advise(self.store.limit()) {
+            self.store.set_limit(slots);
+        }
     }
 }
 
@@ -576,10 +795,10 @@ fn open_store(
     let decoder: Option<Arc<dyn RecordDecoder>> =
         if experts.original.is_empty() { None } else { Some(Arc::new(Retile::new(vault))) };
     let config = StoreConfig {
-        slots: plan.ring_slots,
-        slot_bytes: plan.slot_bytes as usize,
         readers: READERS,
+        floor: plan.ring_floor,
         verify: options.verify,
+        ..StoreConfig::new(plan.ring_slots, plan.slot_bytes as usize)
     };
     Ok(Store::open(disk, records, config, decoder, meter)?)
 }

@@ -50,6 +50,9 @@ pub enum EngineError {
     /// The system has no room for the resident weights.
     #[error(transparent)]
     OutOfMemory(#[from] OutOfMemory),
+    /// A trace of the routing cannot be kept.
+    #[error(transparent)]
+    Trace(#[from] smoe_store::replay::TraceError),
     /// The memory plan does not fit.
     #[error(
         "the model needs at least {} of memory with these settings, {} may be used: raise --memory, or lower \

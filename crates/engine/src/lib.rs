@@ -13,8 +13,10 @@
 #![forbid(unsafe_code)]
 
 pub mod backend;
+pub mod ceiling;
 mod engine;
 mod error;
+mod governor;
 pub mod kv;
 pub mod memory;
 pub mod plan;
@@ -23,10 +25,11 @@ mod routes;
 pub mod sampler;
 mod session;
 mod vault;
+mod watch;
 mod weights;
 
 pub use engine::{
-    Control, Engine, EngineInfo, EngineOptions, Finish, Limits, Observer, kernels, plan as plan_vault,
+    Control, Engine, EngineInfo, EngineOptions, Finish, Limits, Meters, Observer, kernels, plan as plan_vault,
 };
 pub use error::EngineError;
 pub use routes::Routes;

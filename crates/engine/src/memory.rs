@@ -57,7 +57,7 @@ impl MemoryFacts {
     }
 }
 
-fn meminfo_field(meminfo: &str, name: &str) -> Option<u64> {
+pub(crate) fn meminfo_field(meminfo: &str, name: &str) -> Option<u64> {
     let rest = meminfo.lines().find_map(|line| line.strip_prefix(name))?;
     rest.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
@@ -75,30 +75,47 @@ fn macos_physical() -> Option<u64> {
 
 /// The lowest limit of the own cgroup and its ancestors, in either version.
 fn cgroup_limit(root: &Path) -> Option<u64> {
-    let own = fs::read_to_string(root.join("proc/self/cgroup")).ok()?;
-    let mut limits = Vec::new();
+    cgroups(root).into_iter().filter_map(|group| group.limit).min()
+}
+
+/// A memory cgroup that this process is in.
+#[derive(Debug)]
+pub(crate) struct Cgroup {
+    /// Where its files are.
+    pub(crate) directory: PathBuf,
+    /// The file that says how much is used.
+    pub(crate) usage_file: &'static str,
+    /// The most that may be used, if there is a limit.
+    pub(crate) limit: Option<u64>,
+}
+
+/// The own cgroup and its ancestors, in either version.
+pub(crate) fn cgroups(root: &Path) -> Vec<Cgroup> {
+    let own = fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
+    let mut groups = Vec::new();
     for line in own.lines() {
-        let mut fields = line.splitn(3, ':');
-        let (_, controllers, path) = (fields.next()?, fields.next()?, fields.next()?);
-        let (mount, file) = if controllers.is_empty() {
-            ("sys/fs/cgroup", "memory.max")
+        let mut fields = line.splitn(3, ':').skip(1);
+        let (Some(controllers), Some(path)) = (fields.next(), fields.next()) else { continue };
+        let (mount, limit_file, usage_file) = if controllers.is_empty() {
+            ("sys/fs/cgroup", "memory.max", "memory.current")
         } else if controllers.split(',').any(|c| c == "memory") {
-            ("sys/fs/cgroup/memory", "memory.limit_in_bytes")
+            ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes")
         } else {
             continue;
         };
         let mount = root.join(mount);
-        let mut group: PathBuf = mount.join(path.trim_start_matches('/'));
+        let mut directory: PathBuf = mount.join(path.trim_start_matches('/'));
         loop {
             // `max` (version 2) and a number near 2^63 (version 1) both mean no limit.
-            let text = fs::read_to_string(group.join(file)).unwrap_or_default();
-            limits.extend(text.trim().parse::<u64>().ok().filter(|limit| *limit < 1 << 60));
-            if group == mount || !group.pop() {
+            let text = fs::read_to_string(directory.join(limit_file)).unwrap_or_default();
+            let limit = text.trim().parse::<u64>().ok().filter(|limit| *limit < 1 << 60);
+            groups.push(Cgroup { directory: directory.clone(), usage_file, limit });
+            if directory == mount || !directory.pop() {
                 break;
             }
         }
     }
-    limits.into_iter().min()
+    groups
 }
 
 #[cfg(test)]

@@ -107,8 +107,11 @@ pub struct Subject<'a> {
 
 /// Code, stacks, allocator, tables; a tokeniser is the caller's, in `reserved`: EXP-MEMORY-01.
 const FIXED_BYTES: u64 = 24 << 20;
-/// Tokens of a step: enough that an expert's tokens fill a kernel's block, small enough for the planes.
+/// Tokens of a step that an automatic chunk starts from: enough that an expert's tokens fill a kernel's block.
 const CHUNK: usize = 512;
+/// A longer automatic chunk, which reads the experts of a long prompt fewer times, may take this part of the
+/// budget for its planes.
+const CHUNK_SHARE: u64 = 8;
 /// An automatic context asks for no more than this; longer ones are for the user to name.
 const CONTEXT: usize = 8192;
 /// The widest step.
@@ -190,7 +193,14 @@ impl Plan {
         // What the user leaves open shrinks until the ring's minimum fits; the context first, since a
         // shorter chunk costs speed on every prompt.
         let mut context = request.context.unwrap_or(CONTEXT.min(max_context));
-        let mut chunk = request.chunk.unwrap_or(CHUNK).min(context);
+        let mut chunk = request.chunk.unwrap_or_else(|| {
+            let mut longest = MAX_CHUNK;
+            while longest > CHUNK && activation_bytes(longest, context) > budget_bytes / CHUNK_SHARE {
+                longest /= 2;
+            }
+            longest
+        });
+        chunk = chunk.min(context);
         let fits = |chunk, context| without_ring(chunk, context) + ring_min_bytes <= budget_bytes;
         while !fits(chunk, context) {
             if request.context.is_none() && context > 1024 {

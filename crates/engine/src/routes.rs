@@ -109,6 +109,12 @@ impl Routes {
         self.top_k
     }
 
+    /// (token, expert) pairs.
+    #[must_use]
+    pub const fn n_pairs(&self) -> usize {
+        self.tokens * self.top_k
+    }
+
     /// Experts that some token visits, ascending.
     #[must_use]
     pub fn union(&self) -> &[u32] {

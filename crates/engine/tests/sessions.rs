@@ -114,8 +114,9 @@ fn a_plan_below_the_floor_names_floor_and_given() {
 fn faulty(vault: &Vault) -> (Engine, Arc<FaultyDisk>) {
     let disk = FileDisk::open(&vault.experts_path, OpenMode::Auto).unwrap();
     let disk = FaultyDisk::new(disk);
-    // A ring at the floor reads on, so that faults are met.
-    let options = options(RingSize::Slots(vault.spec.moe.top_k), 8, 1);
+    // A ring at the floor reads on, so that faults are met; token by token, so that every read is demanded: one
+    // that is made ahead may fail in silence.
+    let options = options(RingSize::Slots(vault.spec.moe.top_k), 1, 1);
     (Engine::open_on(vault, disk.clone(), &options).unwrap(), disk)
 }
 

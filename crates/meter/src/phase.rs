@@ -97,6 +97,11 @@ impl PhaseSnapshot {
     pub fn steps(&self) -> u64 {
         self.steps
     }
+
+    /// Charges `time` to `phase` as well.
+    pub fn charge(&mut self, phase: Phase, time: Duration) {
+        self.phase_ns[phase as usize] += nanoseconds(time);
+    }
 }
 
 impl Sub for PhaseSnapshot {

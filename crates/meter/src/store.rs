@@ -8,15 +8,31 @@ use std::ops::Sub;
 /// The *owner* is the thread that demands experts; *readers* are the threads that read the disk.
 #[derive(Debug, Default)]
 pub struct StoreMeter {
-    /// Experts demanded that were resident at that moment (owner). An expert whose read is still in flight
-    /// is a miss: its demander waits.
+    /// Experts demanded that were resident and stayed so until they were handed out (owner); counted when their
+    /// batch ends. An expert whose read is still in flight is a miss: its demander waits.
     pub demand_hits: Counter,
-    /// Experts demanded that were not resident at that moment (owner).
+    /// Experts demanded that were not resident, or whose slot was needed for what comes before them in the same
+    /// batch (owner).
     pub demand_misses: Counter,
-    /// Resident experts whose slot was given to another (owner).
+    /// Resident experts whose slot was given to another, or given up (owner).
     pub evictions: Counter,
     /// Time that the owner was blocked because nothing that it demanded was ready, in nanoseconds (owner).
     pub wait_ns: Counter,
+    /// Experts that were read into a slot, whatever for (owner, when it learns of them). Less `evictions`, those
+    /// that are resident.
+    pub loads: Counter,
+    /// Those of `loads` that were read at low priority (owner).
+    pub ahead_reads: Counter,
+    /// Bytes on disk of `ahead_reads` (owner).
+    pub ahead_bytes: Counter,
+    /// Experts demanded for the first time while they were resident through a low-priority read (owner).
+    pub ahead_hits: Counter,
+    /// Experts demanded for the first time while their low-priority read was under way or queued (owner).
+    pub ahead_late: Counter,
+    /// Experts that were read at low priority and evicted without ever having been demanded (owner).
+    pub ahead_waste: Counter,
+    /// Low-priority reads that brought no expert: they failed, or what they brought did not pass (owner).
+    pub ahead_errors: Counter,
     /// Disk reads completed with all their bytes; a read of several records counts once (readers).
     pub reads: Counter,
     /// Bytes delivered by those reads (readers).
@@ -43,6 +59,13 @@ impl StoreMeter {
             demand_misses: self.demand_misses.get(),
             evictions: self.evictions.get(),
             wait_ns: self.wait_ns.get(),
+            loads: self.loads.get(),
+            ahead_reads: self.ahead_reads.get(),
+            ahead_bytes: self.ahead_bytes.get(),
+            ahead_hits: self.ahead_hits.get(),
+            ahead_late: self.ahead_late.get(),
+            ahead_waste: self.ahead_waste.get(),
+            ahead_errors: self.ahead_errors.get(),
             reads: self.reads.get(),
             disk_bytes: self.disk_bytes.get(),
             read_ns: self.read_ns.get(),
@@ -63,6 +86,13 @@ pub struct StoreSnapshot {
     pub demand_misses: u64,
     pub evictions: u64,
     pub wait_ns: u64,
+    pub loads: u64,
+    pub ahead_reads: u64,
+    pub ahead_bytes: u64,
+    pub ahead_hits: u64,
+    pub ahead_late: u64,
+    pub ahead_waste: u64,
+    pub ahead_errors: u64,
     pub reads: u64,
     pub disk_bytes: u64,
     pub read_ns: u64,
@@ -74,7 +104,7 @@ pub struct StoreSnapshot {
 }
 
 impl StoreSnapshot {
-    /// The share of demanded experts that were resident when demanded; none if nothing was demanded.
+    /// The share of demanded experts that needed no read; none if nothing was demanded.
     ///
     /// Demand only: what preloading or speculation reads moves neither side of it, and nor do failed reads.
     pub fn hit_rate(&self) -> Option<f64> {
@@ -93,6 +123,13 @@ impl Sub for StoreSnapshot {
             demand_misses: self.demand_misses.saturating_sub(earlier.demand_misses),
             evictions: self.evictions.saturating_sub(earlier.evictions),
             wait_ns: self.wait_ns.saturating_sub(earlier.wait_ns),
+            loads: self.loads.saturating_sub(earlier.loads),
+            ahead_reads: self.ahead_reads.saturating_sub(earlier.ahead_reads),
+            ahead_bytes: self.ahead_bytes.saturating_sub(earlier.ahead_bytes),
+            ahead_hits: self.ahead_hits.saturating_sub(earlier.ahead_hits),
+            ahead_late: self.ahead_late.saturating_sub(earlier.ahead_late),
+            ahead_waste: self.ahead_waste.saturating_sub(earlier.ahead_waste),
+            ahead_errors: self.ahead_errors.saturating_sub(earlier.ahead_errors),
             reads: self.reads.saturating_sub(earlier.reads),
             disk_bytes: self.disk_bytes.saturating_sub(earlier.disk_bytes),
             read_ns: self.read_ns.saturating_sub(earlier.read_ns),

@@ -90,6 +90,45 @@ impl Mapping {
     pub(crate) fn start(&self) -> NonNull<u8> {
         self.start
     }
+
+    /// Gives the pages of a range back to the system. They read as zeros or as before, and cost memory again once
+    /// they are written.
+    ///
+    /// Linux frees them at once. On macOS they are marked reusable, which takes them off the process's footprint;
+    /// the system takes them when it needs some, and [`reclaim`](Mapping::reclaim) is owed before the next use.
+    /// On other systems nothing happens.
+    ///
+    /// # Safety
+    /// - `offset` and `len` are multiples of [`PAGE`], and the range lies in the mapping.
+    /// - Nobody else reads or writes in the range during the call.
+    pub(crate) unsafe fn discard(&self, offset: usize, len: usize) {
+        #[cfg(target_os = "linux")]
+        const ADVICE: libc::c_int = libc::MADV_DONTNEED;
+        #[cfg(target_os = "macos")]
+        const ADVICE: libc::c_int = libc::MADV_FREE_REUSABLE;
+        #[cfg(any(target_os = "linux", target_os = "macos"))]
+        // SAFETY: a range of our own anonymous mapping, at whole pages, that nobody looks at (the caller's
+        // promises); its bytes stay initialised. A refusal leaves them as they are.
+        unsafe {
+            libc::madvise(self.start.as_ptr().add(offset).cast(), len, ADVICE);
+        }
+        #[cfg(not(any(target_os = "linux", target_os = "macos")))]
+        let _ = (offset, len);
+    }
+
+    /// Says that a range that was discarded will be used again.
+    ///
+    /// # Safety
+    /// As [`discard`](Mapping::discard).
+    pub(crate) unsafe fn reclaim(&self, offset: usize, len: usize) {
+        #[cfg(target_os = "macos")]
+        // SAFETY: as in `discard`; this one changes the system's books only.
+        unsafe {
+            libc::madvise(self.start.as_ptr().add(offset).cast(), len, libc::MADV_FREE_REUSE);
+        }
+        #[cfg(not(target_os = "macos"))]
+        let _ = (offset, len);
+    }
 }
 
 impl Drop for Mapping {

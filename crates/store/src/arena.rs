@@ -3,6 +3,8 @@
 //! One page-aligned region, claimed when the store opens; slot `i` starts at `i * stride`. Bytes are touched
 //! through a [`LoadPermit`] or a [`crate::Lease`] only, and the slot's state machine keeps the two apart. The
 //! arena lives as long as anyone holds it, so a lease may outlive its store.
+//!
+//! The region is address space at first: a slot's pages are memory from its first load on, until it is discarded.
 
 use crate::aligned::{Mapping, OutOfMemory, PAGE};
 use crate::slot::{Slot, SlotState};
@@ -99,6 +101,24 @@ impl LoadPermit {
         unsafe { std::slice::from_raw_parts_mut(self.arena.slot_ptr(self.slot), self.arena.stride) }
     }
 
+    /// Gives the slot's pages back to the system. The slot's bytes are unspecified afterwards.
+    pub(crate) fn discard(&mut self) {
+        // SAFETY: a slot is a range of whole pages of the mapping, and it is this permit's alone, as in
+        // `bytes_mut`.
+        unsafe { self.arena.mapping.discard(self.slot as usize * self.arena.stride, self.arena.stride) };
+    }
+
+    /// Ends what [`discard`](LoadPermit::discard) began; owed before the slot is used again.
+    pub(crate) fn reclaim(&mut self) {
+        // SAFETY: as in `discard`.
+        unsafe { self.arena.mapping.reclaim(self.slot as usize * self.arena.stride, self.arena.stride) };
+    }
+
+    /// The slot's number.
+    pub(crate) fn slot(&self) -> u32 {
+        self.slot
+    }
+
     /// The bytes are complete: Ready.
     pub(crate) fn publish(mut self) {
         self.arena.slot(self.slot).publish();
@@ -110,6 +130,40 @@ impl Drop for LoadPermit {
     fn drop(&mut self) {
         if !self.published {
             self.arena.slot(self.slot).fail();
+        }
+    }
+}
+
+#[cfg(all(test, not(loom), target_os = "linux"))]
+#[allow(clippy::unwrap_used, reason = "tests stop at the first surprise")]
+mod tests {
+    use super::*;
+
+    /// Bytes of the arena that are memory now.
+    fn touched(arena: &Arena) -> usize {
+        // SAFETY: sysconf has no preconditions.
+        let page = usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap();
+        let mut pages = vec![0_u8; arena.bytes() / page];
+        let start = arena.as_ptr().cast_mut().cast();
+        // SAFETY: the range is mapped, and there is a byte for each of its pages.
+        assert_eq!(unsafe { libc::mincore(start, arena.bytes(), pages.as_mut_ptr()) }, 0);
+        pages.iter().filter(|&&page| page & 1 == 1).count() * page
+    }
+
+    #[test]
+    fn pages_are_claimed_by_loads_and_given_back() {
+        let arena = Arena::new(8, 4 << 20).unwrap();
+        assert_eq!(touched(&arena), 0, "an arena that nobody used");
+        let mut permits: Vec<LoadPermit> =
+            (2..5).map(|slot| LoadPermit::claim(&arena, slot).unwrap()).collect();
+        permits.iter_mut().for_each(|permit| permit.bytes_mut().fill(7));
+        assert_eq!(touched(&arena), 3 * arena.stride());
+        permits[1].discard();
+        assert_eq!(touched(&arena), 2 * arena.stride());
+        permits[1].reclaim();
+        permits[1].bytes_mut()[5] = 1;
+        for (permit, byte) in permits.iter_mut().zip([7, 1, 7]) {
+            assert_eq!(permit.bytes_mut()[5], byte);
         }
     }
 }

@@ -1,12 +1,13 @@
-//! The queue between the owner and the readers: work one way, results the other.
+//! The queues between the owner and the readers: work one way, results the other.
 //!
-//! One mutex over two lists, held to push and pop and never across I/O. Readers sleep when there is no work;
+//! One mutex over the lists, held to push and pop and never across I/O. Readers sleep when there is no work;
 //! the owner spins for a moment, then sleeps, when nothing has arrived. Every piece of work that was submitted
 //! is either cancelled by the owner or finished by exactly one reader, so the owner's count of what is in
 //! flight is exact, and it never waits for what cannot come.
 //!
-//! Speculative reads, when they come, are a second FIFO in [`State`]: [`State::pop`] is the one place that
-//! chooses, demand first.
+//! There are two lanes. Readers take demanded work first; of the other, at most `low_running` pieces are under
+//! way at once, so that new demand finds a free reader. A reader that ends one looks for more itself, so that no
+//! one need be woken for it.
 
 use crate::sync::{AtomicUsize, Condvar, Mutex, Ordering, lock, wait};
 use std::collections::VecDeque;
@@ -14,6 +15,23 @@ use std::collections::VecDeque;
 /// Turns of the owner's spin before it sleeps: a few microseconds. A result that is that close is not worth
 /// two context switches; a disk read is far longer and not worth a burning core.
 const SPINS: usize = if cfg!(loom) { 0 } else { 128 };
+
+/// Which queue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Lane {
+    /// Somebody waits for it.
+    Demand,
+    /// Nobody does yet.
+    Low,
+}
+
+/// An entry of a queue.
+#[derive(Debug)]
+pub(crate) struct Piece<W> {
+    pub(crate) work: W,
+    /// To be done together with the one before it, by the same reader.
+    pub(crate) joined: bool,
+}
 
 pub(crate) struct Exchange<W, D> {
     state: Mutex<State<W, D>>,
@@ -23,10 +41,15 @@ pub(crate) struct Exchange<W, D> {
     finished: Condvar,
     /// Length of `State::done`, for the spin. Written under the lock.
     n_done: AtomicUsize,
+    /// Most readers at low-priority work.
+    low_running: usize,
 }
 
 struct State<W, D> {
-    demand: VecDeque<W>,
+    demand: VecDeque<Piece<W>>,
+    low: VecDeque<Piece<W>>,
+    /// Readers at low-priority work.
+    at_low: usize,
     done: Vec<D>,
     idle_readers: usize,
     owner_waits: bool,
@@ -34,17 +57,41 @@ struct State<W, D> {
 }
 
 impl<W, D> State<W, D> {
-    fn pop(&mut self) -> Option<W> {
-        self.demand.pop_front()
+    fn queue(&mut self, lane: Lane) -> &mut VecDeque<Piece<W>> {
+        match lane {
+            Lane::Demand => &mut self.demand,
+            Lane::Low => &mut self.low,
+        }
+    }
+
+    /// Appends the next piece and what is joined to it; the one place that chooses a lane.
+    fn pop(&mut self, low_running: usize, into: &mut Vec<W>) -> Option<Lane> {
+        let lane = if !self.demand.is_empty() {
+            Lane::Demand
+        } else if !self.low.is_empty() && self.at_low < low_running {
+            self.at_low += 1;
+            Lane::Low
+        } else {
+            return None;
+        };
+        let queue = self.queue(lane);
+        into.extend(queue.pop_front().map(|piece| piece.work));
+        while let Some(piece) = queue.pop_front_if(|piece| piece.joined) {
+            into.push(piece.work);
+        }
+        Some(lane)
     }
 }
 
 impl<W, D> Exchange<W, D> {
-    /// An exchange that does not allocate while at most `capacity` pieces are under way.
-    pub(crate) fn new(capacity: usize) -> Self {
+    /// An exchange that does not allocate while at most `capacity` pieces are under way, with at most
+    /// `low_running` readers, at least 1, at low-priority work.
+    pub(crate) fn new(capacity: usize, low_running: usize) -> Self {
         Self {
             state: Mutex::new(State {
                 demand: VecDeque::with_capacity(capacity),
+                low: VecDeque::with_capacity(capacity),
+                at_low: 0,
                 done: Vec::with_capacity(capacity),
                 idle_readers: 0,
                 owner_waits: false,
@@ -53,15 +100,20 @@ impl<W, D> Exchange<W, D> {
             work: Condvar::new(),
             finished: Condvar::new(),
             n_done: AtomicUsize::new(0),
+            low_running,
         }
     }
 
-    /// Queues all of `works`, in order (owner).
-    pub(crate) fn submit(&self, works: &mut Vec<W>) {
+    /// Queues all of `pieces`, in order (owner).
+    pub(crate) fn submit(&self, lane: Lane, pieces: &mut Vec<Piece<W>>) {
         let wake = {
             let mut state = lock(&self.state);
-            let wake = works.len().min(state.idle_readers);
-            state.demand.extend(works.drain(..));
+            let most = match lane {
+                Lane::Demand => state.idle_readers,
+                Lane::Low => state.idle_readers.min(self.low_running.saturating_sub(state.at_low)),
+            };
+            let wake = pieces.iter().filter(|piece| !piece.joined).count().min(most);
+            state.queue(lane).extend(pieces.drain(..));
             wake
         };
         for _ in 0..wake {
@@ -70,8 +122,8 @@ impl<W, D> Exchange<W, D> {
     }
 
     /// Takes back what no reader has begun (owner).
-    pub(crate) fn cancel(&self, into: &mut Vec<W>) {
-        into.extend(lock(&self.state).demand.drain(..));
+    pub(crate) fn cancel(&self, lane: Lane, into: &mut Vec<Piece<W>>) {
+        into.extend(lock(&self.state).queue(lane).drain(..));
     }
 
     /// Appends what has been finished, without waiting (owner).
@@ -103,15 +155,19 @@ impl<W, D> Exchange<W, D> {
         self.n_done.store(0, Ordering::Relaxed);
     }
 
-    /// The next piece of work; sleeps until there is one, none once closed (reader).
-    pub(crate) fn take_work(&self) -> Option<W> {
+    /// Appends the next piece of work with all that is joined to it, and says whose it is; sleeps until there is
+    /// one, none once closed (reader). `ended` is the lane of the work that this reader has just ended, if any.
+    pub(crate) fn take_work(&self, ended: Option<Lane>, into: &mut Vec<W>) -> Option<Lane> {
         let mut state = lock(&self.state);
+        if ended == Some(Lane::Low) {
+            state.at_low -= 1;
+        }
         loop {
             if state.closed {
                 return None;
             }
-            if let Some(work) = state.pop() {
-                return Some(work);
+            if let Some(lane) = state.pop(self.low_running, into) {
+                return Some(lane);
             }
             state.idle_readers += 1;
             state = wait(&self.work, state);
@@ -137,7 +193,7 @@ impl<W, D> Exchange<W, D> {
         let queued = {
             let mut state = lock(&self.state);
             state.closed = true;
-            std::mem::take(&mut state.demand)
+            (std::mem::take(&mut state.demand), std::mem::take(&mut state.low))
         };
         drop(queued);
         self.work.notify_all();
@@ -149,30 +205,61 @@ impl<W, D> Exchange<W, D> {
 mod loom_tests {
     use super::*;
     use loom::sync::Arc;
+    use loom::sync::atomic::AtomicUsize;
     use loom::thread;
 
     type Numbers = Exchange<u32, u32>;
 
+    fn pieces<const N: usize>(works: [u32; N]) -> Vec<Piece<u32>> {
+        works.into_iter().map(|work| Piece { work, joined: false }).collect()
+    }
+
     fn reader(exchange: &Arc<Numbers>) -> thread::JoinHandle<()> {
+        reader_that(exchange, |_| (), |_| ())
+    }
+
+    fn reader_that(
+        exchange: &Arc<Numbers>,
+        begins: impl Fn(Lane) + 'static,
+        ends: impl Fn(Lane) + 'static,
+    ) -> thread::JoinHandle<()> {
         let exchange = exchange.clone();
         thread::spawn(move || {
-            while let Some(work) = exchange.take_work() {
-                exchange.finish(work * 10);
+            let (mut lane, mut works) = (None, Vec::new());
+            loop {
+                lane = exchange.take_work(lane, &mut works);
+                let Some(lane) = lane else { return };
+                begins(lane);
+                for work in works.drain(..) {
+                    exchange.finish(work * 10);
+                }
+                ends(lane);
             }
         })
+    }
+
+    fn wait_for(exchange: &Numbers, count: usize) -> Vec<u32> {
+        let mut done = Vec::new();
+        while done.len() < count {
+            exchange.wait(&mut done);
+        }
+        done
+    }
+
+    /// Preemptions that the larger models are bounded to, so that they end.
+    fn bounded(preemptions: usize) -> loom::model::Builder {
+        let mut model = loom::model::Builder::new();
+        model.preemption_bound = Some(preemptions);
+        model
     }
 
     #[test]
     fn loom_every_piece_is_finished_once() {
         loom::model(|| {
-            let exchange = Arc::new(Numbers::new(2));
+            let exchange = Arc::new(Numbers::new(2, 1));
             let reader = reader(&exchange);
-            exchange.submit(&mut vec![1, 2]);
-            let mut done = Vec::new();
-            while done.len() < 2 {
-                exchange.wait(&mut done);
-            }
-            assert_eq!(done, [10, 20]);
+            exchange.submit(Lane::Demand, &mut pieces([1, 2]));
+            assert_eq!(wait_for(&exchange, 2), [10, 20]);
             exchange.close();
             reader.join().unwrap();
         });
@@ -180,17 +267,12 @@ mod loom_tests {
 
     #[test]
     fn loom_two_readers_share_the_work() {
-        let mut model = loom::model::Builder::new();
-        model.preemption_bound = Some(3);
-        model.check(|| {
-            let exchange = Arc::new(Numbers::new(2));
+        bounded(3).check(|| {
+            let exchange = Arc::new(Numbers::new(2, 1));
             let readers = [reader(&exchange), reader(&exchange)];
-            exchange.submit(&mut vec![1]);
-            exchange.submit(&mut vec![2]);
-            let mut done = Vec::new();
-            while done.len() < 2 {
-                exchange.wait(&mut done);
-            }
+            exchange.submit(Lane::Demand, &mut pieces([1]));
+            exchange.submit(Lane::Demand, &mut pieces([2]));
+            let mut done = wait_for(&exchange, 2);
             done.sort_unstable();
             assert_eq!(done, [10, 20]);
             exchange.close();
@@ -202,20 +284,87 @@ mod loom_tests {
 
     #[test]
     fn loom_cancelled_or_finished_but_not_both() {
-        loom::model(|| {
-            let exchange = Arc::new(Numbers::new(2));
-            let reader = reader(&exchange);
-            exchange.submit(&mut vec![1, 2]);
-            let mut cancelled = Vec::new();
-            exchange.cancel(&mut cancelled);
-            let mut seen: Vec<u32> = cancelled.iter().map(|work| work * 10).collect();
-            while seen.len() < 2 {
-                exchange.wait(&mut seen);
+        for lane in [Lane::Demand, Lane::Low] {
+            loom::model(move || {
+                let exchange = Arc::new(Numbers::new(2, 1));
+                let reader = reader(&exchange);
+                exchange.submit(lane, &mut pieces([1, 2]));
+                let mut cancelled = Vec::new();
+                exchange.cancel(lane, &mut cancelled);
+                let mut seen: Vec<u32> = cancelled.iter().map(|piece| piece.work * 10).collect();
+                while seen.len() < 2 {
+                    exchange.wait(&mut seen);
+                }
+                seen.sort_unstable();
+                assert_eq!(seen, [10, 20]);
+                exchange.collect(&mut seen);
+                assert_eq!(seen.len(), 2);
+                exchange.close();
+                reader.join().unwrap();
+            });
+        }
+    }
+
+    #[test]
+    fn loom_joined_pieces_stay_together() {
+        bounded(3).check(|| {
+            let exchange = Arc::new(Numbers::new(3, 1));
+            let readers = [reader(&exchange), reader(&exchange)];
+            let mut work = pieces([1, 2, 3]);
+            work[1].joined = true;
+            exchange.submit(Lane::Demand, &mut work);
+            let done = wait_for(&exchange, 3);
+            let place = |number| done.iter().position(|&n| n == number).unwrap();
+            assert!(place(10) < place(20), "one reader's, in order: {done:?}");
+            assert!(done.contains(&30));
+            exchange.close();
+            for reader in readers {
+                reader.join().unwrap();
             }
-            seen.sort_unstable();
-            assert_eq!(seen, [10, 20]);
-            exchange.collect(&mut seen);
-            assert_eq!(seen.len(), 2);
+        });
+    }
+
+    /// Low-priority work is bounded, and none of it is left lying while a reader sleeps: the owner waits for all.
+    #[test]
+    fn loom_low_work_is_bounded_and_not_forgotten() {
+        bounded(2).check(|| {
+            let exchange = Arc::new(Numbers::new(3, 1));
+            let at_low = Arc::new(AtomicUsize::new(0));
+            let counting_reader = || {
+                let (begun, ended) = (at_low.clone(), at_low.clone());
+                let begins = move |lane| {
+                    if lane == Lane::Low {
+                        assert_eq!(begun.fetch_add(1, Ordering::Relaxed), 0, "two readers at low priority");
+                    }
+                };
+                let ends = move |lane| {
+                    if lane == Lane::Low {
+                        ended.fetch_sub(1, Ordering::Relaxed);
+                    }
+                };
+                reader_that(&exchange, begins, ends)
+            };
+            let readers = [counting_reader(), counting_reader()];
+            exchange.submit(Lane::Low, &mut pieces([1, 2]));
+            exchange.submit(Lane::Demand, &mut pieces([3]));
+            let mut done = wait_for(&exchange, 3);
+            done.sort_unstable();
+            assert_eq!(done, [10, 20, 30]);
+            exchange.close();
+            for reader in readers {
+                reader.join().unwrap();
+            }
+        });
+    }
+
+    #[test]
+    fn loom_demand_goes_first() {
+        loom::model(|| {
+            let exchange = Arc::new(Numbers::new(2, 1));
+            exchange.submit(Lane::Low, &mut pieces([1]));
+            exchange.submit(Lane::Demand, &mut pieces([2]));
+            let reader = reader(&exchange);
+            assert_eq!(wait_for(&exchange, 2), [20, 10]);
             exchange.close();
             reader.join().unwrap();
         });
@@ -224,7 +373,7 @@ mod loom_tests {
     #[test]
     fn loom_closing_wakes_sleepers() {
         loom::model(|| {
-            let exchange = Arc::new(Numbers::new(1));
+            let exchange = Arc::new(Numbers::new(1, 1));
             let reader = reader(&exchange);
             exchange.close();
             reader.join().unwrap();

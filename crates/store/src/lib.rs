@@ -2,18 +2,23 @@
 //!
 //! A [`Store`] owns a bounded arena of page-aligned slots and a pool of reader threads. Its one owner demands
 //! experts in batches; those that are resident are leased at once, the others are read into slots, all in
-//! flight together, and handed out in the order in which they arrive. A slot in use is never overwritten.
+//! flight together, and handed out as they arrive or in the order given. A slot in use is never overwritten.
+//! What the owner expects to demand next is read behind that, while the disk would idle.
 //!
 //! ```text
-//!  owner thread                                    reader threads
-//!  ────────────                                    ──────────────
-//!  demand(keys) ── hits ──► Lease
+//!  owner thread                                       reader threads
+//!  ────────────                                       ──────────────
+//!  demand(wants) ── hits ──► Lease
 //!       │
-//!       └─ misses ─► evict ─► Exchange (FIFO) ───► Disk::read_exact_at ─► checksum ─► (decode)
-//!                                                             │
-//!  Demand::next() ◄── Lease ◄──── Exchange (done) ◄───────────┘ publish
+//!       └─ misses ─► claim: free or evict ─┐
+//!                                          ├─► Exchange ───► Disk::read_exact_at ─► checksum ─► (decode)
+//!  expect(wants) ─► claim, sparing the ────┘   demand first,           │
+//!                   batch and the list         low bounded             │
+//!                                                                      │
+//!  Demand::take_ready() ◄── Lease ◄──────────── Exchange (done) ◄──────┘ publish
 //!
-//!  any thread: drop(Lease)          the slot may be evicted again
+//!  any thread: drop(Lease)                            the slot may be evicted again
+//!  set_limit(slots): pages of slots beyond it go back to the system
 //! ```
 //!
 //! What it knows of an expert is where its record lies, how long it is and its checksum. It must not know what
@@ -22,16 +27,20 @@
 //!
 //! | file | owns |
 //! |---|---|
-//! | `aligned` | page-aligned memory that fails by a typed error |
+//! | `aligned` | page-aligned memory that fails by a typed error; giving pages back |
 //! | `disk`, `file_disk` | positioned reads; direct I/O proven by a trial read |
 //! | `slot` | the atomic state machine of a slot (model-checked with loom) |
 //! | `arena`, `lease` | the slots' memory and the two permits to touch it |
-//! | `policy` | whom to evict |
-//! | `residency` | which expert is where |
-//! | `exchange`, `reader` | the queue between owner and readers; what a reader does (queue model-checked) |
-//! | `store`, `demand`, `preload` | the owner's side |
+//! | `policy/` | whom to evict: LRU by stamp, and candidates |
+//! | `replay` | scoring policies on recorded routes; the best that any could do |
+//! | `residency` | which expert is where; the limit |
+//! | `exchange`, `reader` | the queues between owner and readers; what a reader does (queues model-checked) |
+//! | `want` | what is demanded: experts, stamps, order |
+//! | `memory` | the arena as plain bytes, for those who measure memory |
+//! | `store`, `demand`, `ahead`, `preload` | the owner's side: shared parts, batches, low priority, everything at once |
 //! | `faulty`, `counting` | scripted disks and a counting allocator for tests (feature `test-support`) |
 
+mod ahead;
 mod aligned;
 mod arena;
 #[cfg(any(test, feature = "test-support"))]
@@ -45,14 +54,17 @@ mod faulty;
 mod file_disk;
 mod key_table;
 mod lease;
+mod memory;
 mod policy;
 mod preload;
 mod reader;
 mod record;
+pub mod replay;
 mod residency;
 mod slot;
 mod store;
 mod sync;
+mod want;
 
 pub use aligned::{AlignedBuf, OutOfMemory, PAGE};
 pub use arena::Arena;
@@ -65,7 +77,9 @@ pub use error::StoreError;
 pub use faulty::{Fault, FaultyDisk, Gate, MemoryDisk};
 pub use file_disk::{FileDisk, OpenMode};
 pub use lease::Lease;
-pub use policy::{Lru, Policy};
+pub use memory::ArenaMemory;
+pub use policy::{Clock, Fifo, LfuDecay, Lru, Policy, PolicyKind, S3Fifo, Slru};
 pub use record::{Record, RecordDecoder};
 pub use smoe_format::ExpertKey;
 pub use store::{Store, StoreConfig};
+pub use want::{Order, Want};

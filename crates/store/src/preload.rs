@@ -4,15 +4,13 @@
 //! is demanded, so no hit or miss is counted.
 
 use crate::error::StoreError;
-use crate::reader::Work;
+use crate::exchange::Lane;
+use crate::reader::RUN_RECORDS;
 use crate::residency::Place;
-use crate::store::Store;
+use crate::store::{Store, piece};
 
 /// Largest read: sequential enough for any drive, and small enough for progress to be smooth.
 const RUN_BYTES: u64 = 16 << 20;
-
-/// Most records in a read; far below what one scattered read may have (1024 on Linux).
-const RUN_RECORDS: usize = 256;
 
 impl Store {
     /// Makes every expert resident, and calls `progress` with bytes loaded and bytes to load as records arrive.
@@ -21,12 +19,13 @@ impl Store {
     /// [`StoreError::TooFewSlots`] if they do not fit. If a record fails, its error, once all reads that were
     /// under way have ended; what arrived stays resident.
     pub fn preload_all(&mut self, mut progress: impl FnMut(u64, u64)) -> Result<(), StoreError> {
-        let (expected, found) = (self.records.len(), self.arena().n_slots());
+        let (expected, found) = (self.records.len(), self.limit());
         if found < expected {
             return Err(StoreError::TooFewSlots { expected, found });
         }
         // After this every record is absent or resident, and there is an empty slot for each absent one.
         self.abandon_batch();
+        self.withdraw();
         while self.in_flight > 0 {
             self.wait();
         }
@@ -67,7 +66,8 @@ impl Store {
         let mut absent: Vec<u32> = (0..self.records.len() as u32)
             .filter(|&record| self.residency.place(record) == Place::Absent)
             .collect();
-        absent.sort_unstable_by_key(|&record| self.record(record).offset);
+        // By layer first: layers may share records on disk, which would keep neighbours apart.
+        absent.sort_unstable_by_key(|&record| (self.record(record).key.layer, self.record(record).offset));
         let mut runs: Vec<Vec<u32>> = Vec::new();
         let (mut end, mut bytes) = (0, 0);
         for index in absent {
@@ -95,15 +95,13 @@ impl Store {
 
     /// Sends one run off; returns its bytes.
     fn submit_run(&mut self, run: &[u32]) -> u64 {
-        let mut claim = |record| self.claim(record).expect("an empty slot for each absent record");
-        let loads: Vec<_> = run.iter().map(|&record| claim(record)).collect();
-        // A decoder works record by record, through the reader's staging buffer.
-        if self.has_decoder {
-            self.outbox.extend(loads.into_iter().map(Work::Record));
-        } else {
-            self.outbox.push(Work::Run(loads));
+        for (place, &record) in run.iter().enumerate() {
+            let permit = self.residency.claim(record, 0).expect("an empty slot for each absent record");
+            let mut piece = piece(record, permit);
+            piece.joined = place > 0;
+            self.outbox.push(piece);
         }
-        self.submit(run.len());
+        self.send(Lane::Demand);
         run.iter().map(|&record| u64::from(self.record(record).len)).sum()
     }
 }

@@ -7,7 +7,7 @@ use crate::aligned::AlignedBuf;
 use crate::arena::LoadPermit;
 use crate::disk::{Disk, DiskError};
 use crate::error::StoreError;
-use crate::exchange::Exchange;
+use crate::exchange::{Exchange, Lane};
 use crate::{Record, RecordDecoder};
 use smoe_format::record_crc;
 use smoe_meter::StoreMeter;
@@ -23,17 +23,13 @@ pub(crate) struct Load {
     pub(crate) permit: LoadPermit,
 }
 
-/// What readers are asked for.
-pub(crate) enum Work {
-    /// One record.
-    Record(Load),
-    /// Records that lie one after another on disk, in one read. Without a decoder only.
-    Run(Vec<Load>),
-}
+/// Most records in one read; far below what a scattered read may have (1024 on Linux).
+pub(crate) const RUN_RECORDS: usize = 256;
 
 /// How a load ended. The slot is already Ready or Failed.
 pub(crate) struct Done {
     pub(crate) record: u32,
+    pub(crate) lane: Lane,
     pub(crate) outcome: Result<(), StoreError>,
 }
 
@@ -45,7 +41,7 @@ pub(crate) struct Reading {
     pub(crate) decoder: Option<Arc<dyn RecordDecoder>>,
     pub(crate) verify: bool,
     pub(crate) meter: Arc<StoreMeter>,
-    pub(crate) exchange: Arc<Exchange<Work, Done>>,
+    pub(crate) exchange: Arc<Exchange<Load, Done>>,
 }
 
 /// One reader.
@@ -59,36 +55,41 @@ impl Reader {
     /// Works until the exchange closes.
     pub(crate) fn run(self) {
         let Self { reading, mut staging } = self;
-        while let Some(work) = reading.exchange.take_work() {
-            match work {
-                Work::Record(load) => reading.load(load, &mut staging),
-                Work::Run(loads) => reading.sweep(loads, &mut staging),
+        let mut loads = Vec::with_capacity(RUN_RECORDS);
+        let mut ended = None;
+        while let Some(lane) = reading.exchange.take_work(ended, &mut loads) {
+            if loads.len() == 1 {
+                loads.drain(..).for_each(|load| reading.load(load, lane, &mut staging));
+            } else {
+                reading.sweep(&mut loads, lane, &mut staging);
             }
+            ended = Some(lane);
         }
     }
 }
 
 impl Reading {
-    fn load(&self, mut load: Load, staging: &mut [u8]) {
+    fn load(&self, mut load: Load, lane: Lane, staging: &mut [u8]) {
         let record = self.records[load.record as usize];
         let slot = load.permit.bytes_mut();
         let outcome = self.guarded(record, || self.fill(record, staging, slot));
-        self.settle(load, outcome);
+        self.settle(load, lane, outcome);
     }
 
-    /// One read for all; record by record if that fails, so that each demander gets its own error.
-    fn sweep(&self, mut loads: Vec<Load>, staging: &mut [u8]) {
+    /// One read for records that lie one after another on disk; record by record if that fails, so that each
+    /// demander gets its own error. Without a decoder only.
+    fn sweep(&self, loads: &mut Vec<Load>, lane: Lane, staging: &mut [u8]) {
         let Some(first) = loads.first().map(|load| self.records[load.record as usize]) else { return };
-        let swept = self.guarded(first, || self.read_run(first, &mut loads));
-        for mut load in loads {
+        let swept = self.guarded(first, || self.read_run(first, loads));
+        for mut load in loads.drain(..) {
             if swept.is_err() {
-                self.load(load, staging);
+                self.load(load, lane, staging);
                 continue;
             }
             let record = self.records[load.record as usize];
             let raw = &load.permit.bytes_mut()[..record.len as usize];
             let outcome = self.guarded(record, || self.check(record, raw));
-            self.settle(load, outcome);
+            self.settle(load, lane, outcome);
         }
     }
 
@@ -118,15 +119,16 @@ impl Reading {
     }
 
     fn read_run(&self, first: Record, loads: &mut [Load]) -> Result<(), StoreError> {
-        let mut slots: Vec<IoSliceMut<'_>> = loads
-            .iter_mut()
-            .map(|load| {
-                let len = self.records[load.record as usize].len as usize;
-                IoSliceMut::new(&mut load.permit.bytes_mut()[..len])
-            })
-            .collect();
+        // On the stack: a vector would be an allocation a read.
+        let mut slots: [IoSliceMut<'_>; RUN_RECORDS] = std::array::from_fn(|_| IoSliceMut::new(&mut []));
+        let count = loads.len();
+        for (slot, load) in slots.iter_mut().zip(loads) {
+            let len = self.records[load.record as usize].len as usize;
+            *slot = IoSliceMut::new(&mut load.permit.bytes_mut()[..len]);
+        }
+        let slots = &mut slots[..count];
         let len = slots.iter().map(|slot| slot.len()).sum();
-        self.timed(first, len, || self.disk.read_exact_vectored_at(first.offset, &mut slots))
+        self.timed(first, len, || self.disk.read_exact_vectored_at(first.offset, slots))
     }
 
     fn timed(
@@ -178,13 +180,13 @@ impl Reading {
         })
     }
 
-    fn settle(&self, load: Load, outcome: Result<(), StoreError>) {
+    fn settle(&self, load: Load, lane: Lane, outcome: Result<(), StoreError>) {
         let Load { record, permit } = load;
         match outcome {
             Ok(()) => permit.publish(),
             Err(_) => drop(permit),
         }
-        self.exchange.finish(Done { record, outcome });
+        self.exchange.finish(Done { record, lane, outcome });
     }
 
     fn whereabouts(&self, record: Record) -> (std::path::PathBuf, u64, smoe_format::ExpertKey) {

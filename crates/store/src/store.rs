@@ -3,15 +3,16 @@
 //! A store has one owner, by `&mut self`: residency, policy and batches are plain data that no other thread
 //! sees. Other threads meet it in three places only, the exchange, the slots' words and the meter.
 
+use crate::ahead::Ahead;
 use crate::aligned::AlignedBuf;
-use crate::arena::Arena;
+use crate::arena::{Arena, LoadPermit};
 use crate::demand::Batch;
 use crate::disk::Disk;
 use crate::error::StoreError;
-use crate::exchange::Exchange;
+use crate::exchange::{Exchange, Lane, Piece};
 use crate::key_table::{KeyTable, KeyTableError};
-use crate::policy::Lru;
-use crate::reader::{Done, Load, Reader, Reading, Work};
+use crate::policy::PolicyKind;
+use crate::reader::{Done, Load, RUN_RECORDS, Reader, Reading};
 use crate::residency::Residency;
 use crate::{ExpertKey, Record, RecordDecoder};
 use smoe_meter::StoreMeter;
@@ -30,16 +31,39 @@ pub struct StoreConfig {
     /// Reader threads, at least 1: reads in flight at once. Two to eight saturate a drive with records of
     /// 2 MB; small records want more.
     pub readers: usize,
+    /// Most readers that are at low-priority reads at once, so that new demand finds a free one. None: half of
+    /// them. At least 1 in any case.
+    pub low_running: Option<usize>,
+    /// Largest read of several records that lie one after another, in bytes. Records of 2 MiB and more go one by
+    /// one whatever this is; 0: all do.
+    pub run_bytes: u64,
+    /// Slots that [`Store::set_limit`] leaves in any case, at least 1.
+    pub floor: usize,
+    /// Whom to evict.
+    pub policy: PolicyKind,
     /// Whether the checksum of each record that has one is verified on every read.
     pub verify: bool,
 }
 
 impl StoreConfig {
-    /// Four readers, checksums verified.
+    /// Four readers, two of them for low priority, runs of 4 MiB, no floor, LRU, checksums verified.
     pub fn new(slots: usize, slot_bytes: usize) -> Self {
-        Self { slots, slot_bytes, readers: 4, verify: true }
+        Self {
+            slots,
+            slot_bytes,
+            readers: 4,
+            low_running: None,
+            run_bytes: 4 << 20,
+            floor: 1,
+            policy: PolicyKind::Lru,
+            verify: true,
+        }
     }
 }
+
+/// Records of this size and more are read one by one: they saturate a drive as they are, and the owner has the
+/// first of them sooner.
+const LARGE_RECORD: u32 = 2 << 20;
 
 /// A bounded cache of experts over a disk.
 pub struct Store {
@@ -48,11 +72,15 @@ pub struct Store {
     keys: KeyTable,
     pub(crate) residency: Residency,
     pub(crate) batch: Batch,
-    /// Loads submitted whose result has not been seen, whoever wanted them.
+    pub(crate) ahead: Ahead,
+    /// Loads submitted whose result has not been seen, whoever wanted them; and those of them at low priority.
     pub(crate) in_flight: usize,
+    low_in_flight: usize,
     /// Work on its way to the exchange, and results on their way from it; empty between calls.
-    pub(crate) outbox: Vec<Work>,
+    pub(crate) outbox: Vec<Piece<Load>>,
     inbox: Vec<Done>,
+    run_bytes: u64,
+    floor: usize,
     disk: Arc<dyn Disk>,
     pub(crate) meter: Arc<StoreMeter>,
     pub(crate) readers: Readers,
@@ -89,8 +117,10 @@ impl Store {
         })?;
         let slots = config.slots.min(records.len().max(1));
         let arena = Arena::new(slots, config.slot_bytes)?;
-        let residency = Residency::new(arena, records.len(), Box::new(Lru::new(slots)));
-        let batch = Batch::new(slots, records.len());
+        let policy = config.policy.build(slots, records.len());
+        let residency = Residency::new(arena, records.len(), policy, meter.clone());
+        let (batch, ahead) = (Batch::new(records.len()), Ahead::new(records.len()));
+        let low_running = config.low_running.unwrap_or(config.readers / 2).max(1);
         let records: Arc<[Record]> = records.into();
         let has_decoder = decoder.is_some();
         let reading = Reading {
@@ -99,7 +129,7 @@ impl Store {
             decoder,
             verify: config.verify,
             meter: meter.clone(),
-            exchange: Arc::new(Exchange::new(slots)),
+            exchange: Arc::new(Exchange::new(slots, low_running)),
         };
         let readers = Readers::start(&reading, config.readers)?;
         let (outbox, inbox) = (Vec::with_capacity(slots), Vec::with_capacity(slots));
@@ -109,9 +139,13 @@ impl Store {
             keys,
             residency,
             batch,
+            ahead,
             in_flight: 0,
+            low_in_flight: 0,
             outbox,
             inbox,
+            run_bytes: config.run_bytes,
+            floor: config.floor.clamp(1, slots),
             disk,
             meter,
             readers,
@@ -147,9 +181,42 @@ impl Store {
         self.residency.n_resident()
     }
 
+    /// Reads that are under way or queued, as far as the owner has taken notice.
+    pub fn in_flight(&self) -> usize {
+        self.in_flight
+    }
+
     /// The experts in slots, in no particular order.
     pub fn residents(&self) -> impl Iterator<Item = ExpertKey> + '_ {
         self.residency.residents(&self.records)
+    }
+
+    /// Tells of every expert whether it is in a slot, in the order of [`records`](Store::records).
+    pub fn residency(&self, out: &mut dyn FnMut(ExpertKey, bool)) {
+        for (index, record) in (0..).zip(&*self.records) {
+            out(record.key, self.residency.is_resident(index));
+        }
+    }
+
+    /// Slots that the store may use; all of the arena's at first.
+    pub fn limit(&self) -> usize {
+        self.residency.limit()
+    }
+
+    /// Slots that are in use or may be: more than [`limit`](Store::limit) while some beyond it have not come back.
+    pub fn n_slots(&self) -> usize {
+        self.residency.n_slots()
+    }
+
+    /// Changes the number of slots in use, between [`StoreConfig::floor`] and the arena's.
+    ///
+    /// Slots beyond it are emptied, those that would be evicted first before others, and their pages given back to
+    /// the system; what is leased or being read at the moment follows as it comes back, at the latest with the
+    /// next demand that looks for a slot. A device that has the arena pinned keeps the pages all the same. Raised
+    /// again, slots are there at once and cost memory as they are filled.
+    pub fn set_limit(&mut self, slots: usize) {
+        self.collect();
+        self.residency.set_limit(slots.clamp(self.floor, self.arena().n_slots()));
     }
 
     pub(crate) fn find(&self, key: ExpertKey) -> Result<u32, StoreError> {
@@ -160,25 +227,48 @@ impl Store {
         self.records[record as usize]
     }
 
-    /// Wins a slot for an absent record; none while all are leased or loading.
-    pub(crate) fn claim(&mut self, record: u32) -> Option<Load> {
-        let claim = self.residency.claim(record)?;
-        if claim.evicted {
-            self.meter.evictions.add(1);
-        }
-        Some(Load { record, permit: claim.permit })
+    /// Pieces of work that keep all readers busy: one being read, one to go on with.
+    pub(crate) fn enough_work(&self) -> usize {
+        2 * self.n_readers()
     }
 
-    /// Sends `loads` loads that stand in the outbox on their way.
-    pub(crate) fn submit(&mut self, loads: usize) {
-        self.in_flight += loads;
-        self.readers.exchange.submit(&mut self.outbox);
+    /// Sends what stands in the outbox on its way. Neighbours on disk go together as long as enough pieces remain.
+    pub(crate) fn submit(&mut self, lane: Lane) {
+        let most = (self.outbox.len() / self.enough_work()).min(RUN_RECORDS);
+        // A decoder works record by record, through the reader's staging buffer.
+        let most = if self.has_decoder { 1 } else { most };
+        let (mut end, mut bytes, mut count) = (None, 0, 0);
+        for piece in &mut self.outbox {
+            let Record { offset, len, .. } = self.records[piece.work.record as usize];
+            let is_small = len < LARGE_RECORD;
+            bytes += u64::from(len);
+            count += 1;
+            piece.joined = is_small && end == Some(offset) && bytes <= self.run_bytes && count <= most;
+            if !piece.joined {
+                (bytes, count) = (u64::from(len), 1);
+            }
+            end = is_small.then_some(offset + u64::from(len));
+        }
+        self.send(lane);
+    }
+
+    /// As `submit`, joined as they are.
+    pub(crate) fn send(&mut self, lane: Lane) {
+        if self.outbox.is_empty() {
+            return;
+        }
+        self.in_flight += self.outbox.len();
+        if lane == Lane::Low {
+            self.low_in_flight += self.outbox.len();
+        }
+        self.readers.exchange.submit(lane, &mut self.outbox);
     }
 
     /// Takes in what has arrived, without waiting.
     pub(crate) fn collect(&mut self) {
         self.readers.exchange.collect(&mut self.inbox);
         self.take_in(|_, _| ());
+        self.residency.trim();
     }
 
     /// Waits until something arrives, and takes it in. Something must be in flight.
@@ -196,20 +286,46 @@ impl Store {
     }
 
     fn take_in(&mut self, mut stray: impl FnMut(Record, Result<(), StoreError>)) {
-        let Self { records, residency, batch, in_flight, inbox, .. } = self;
-        for Done { record: index, outcome } in inbox.drain(..) {
+        let Self { records, residency, batch, in_flight, low_in_flight, inbox, meter, .. } = self;
+        for Done { record: index, lane, outcome } in inbox.drain(..) {
             *in_flight -= 1;
             let record = records[index as usize];
             match &outcome {
-                Ok(()) => residency.arrived(index),
+                Ok(()) => {
+                    residency.arrived(index);
+                    meter.loads.add(1);
+                }
                 Err(_) => residency.failed(index),
             }
-            if batch.waits_for(index) {
-                // Leased at once, so that no later read of the batch evicts what was not yet handed out.
-                batch.arrived(outcome.map(|()| residency.lease(index, record)));
-            } else {
-                stray(record, outcome);
+            if lane == Lane::Low {
+                *low_in_flight -= 1;
+                match &outcome {
+                    Ok(()) => {
+                        meter.ahead_reads.add(1);
+                        meter.ahead_bytes.add(u64::from(record.len));
+                    }
+                    Err(_) => meter.ahead_errors.add(1),
+                }
             }
+            match outcome {
+                _ if !batch.waits_for(index) => stray(record, outcome),
+                Err(_) if lane == Lane::Low => batch.try_again(index),
+                // Leased at once, so that no later read of the batch evicts what was not yet handed out.
+                _ => batch.arrived(index, outcome.map(|()| residency.lease(index, record))),
+            }
+        }
+    }
+
+    /// Takes back into the outbox what no reader has begun.
+    pub(crate) fn take_back(&mut self, lane: Lane) {
+        debug_assert!(self.outbox.is_empty(), "the outbox is empty between calls");
+        if lane == Lane::Low && self.low_in_flight == 0 {
+            return;
+        }
+        self.readers.exchange.cancel(lane, &mut self.outbox);
+        self.in_flight -= self.outbox.len();
+        if lane == Lane::Low {
+            self.low_in_flight -= self.outbox.len();
         }
     }
 
@@ -217,23 +333,25 @@ impl Store {
     /// into the cache, and leases that were not handed out are dropped.
     pub(crate) fn abandon_batch(&mut self) {
         if self.batch.remaining() > 0 {
-            self.readers.exchange.cancel(&mut self.outbox);
+            self.take_back(Lane::Demand);
+            self.outbox.drain(..).for_each(|piece| piece.work.give_up(&mut self.residency));
         }
-        let Self { residency, in_flight, outbox, .. } = self;
-        let mut give_up = |Load { record, permit }| {
-            drop(permit);
-            residency.failed(record);
-            *in_flight -= 1;
-        };
-        for work in outbox.drain(..) {
-            match work {
-                Work::Record(load) => give_up(load),
-                // Of a preload that was left by unwinding.
-                Work::Run(loads) => loads.into_iter().for_each(&mut give_up),
-            }
-        }
-        self.batch.clear();
+        self.meter.demand_hits.add(self.batch.clear() as u64);
     }
+}
+
+impl Load {
+    /// Ends a load that no reader has begun.
+    pub(crate) fn give_up(self, residency: &mut Residency) {
+        let Self { record, permit } = self;
+        drop(permit);
+        residency.failed(record);
+    }
+}
+
+/// A load, not joined to another.
+pub(crate) fn piece(record: u32, permit: LoadPermit) -> Piece<Load> {
+    Piece { work: Load { record, permit }, joined: false }
 }
 
 impl fmt::Debug for Store {
@@ -250,7 +368,7 @@ impl fmt::Debug for Store {
 
 /// The reader threads, joined on drop.
 pub(crate) struct Readers {
-    pub(crate) exchange: Arc<Exchange<Work, Done>>,
+    pub(crate) exchange: Arc<Exchange<Load, Done>>,
     threads: Vec<JoinHandle<()>>,
 }
 

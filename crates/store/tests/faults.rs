@@ -10,7 +10,7 @@ use smoe_store::{
 use std::io::ErrorKind;
 use std::path::Path;
 use std::sync::{Arc, mpsc};
-use support::{Vault, demand_all, key, within_a_minute};
+use support::{Vault, demand, demand_all, key, within_a_minute};
 
 fn faulty(vault: &Vault) -> Arc<FaultyDisk> {
     FaultyDisk::new(MemoryDisk::aligned(vault.bytes.clone(), 512))
@@ -29,7 +29,7 @@ fn one_bad_record(fault: Fault, slots: usize, expect: impl Fn(&Vault, ExpertKey,
     let mut store = vault.open(disk.clone(), slots, 4);
     for _ in 0..3 {
         let (mut good, mut errors) = (0, 0);
-        for result in store.demand(&vault.keys()).unwrap() {
+        for result in demand(&mut store, &vault.keys()).unwrap() {
             match result {
                 Ok(lease) => {
                     vault.check(&lease);
@@ -47,7 +47,7 @@ fn one_bad_record(fault: Fault, slots: usize, expect: impl Fn(&Vault, ExpertKey,
         assert!((slots - 1..=slots.min(7)).contains(&store.n_resident()));
     }
     disk.heal();
-    for lease in store.demand(&vault.keys()).unwrap() {
+    for lease in demand(&mut store, &vault.keys()).unwrap() {
         vault.check(&lease.unwrap());
     }
     assert_eq!(store.n_resident(), slots);
@@ -158,11 +158,11 @@ fn misses_are_in_flight_together_and_hits_do_not_wait() {
             disk.on_offset(offset(&vault, key(0, expert)), Fault::Hold(gate.clone()));
         }
         let keys = [key(0, 0), hits[0], key(0, 1), key(0, 3), hits[1], key(0, 4)];
-        let mut batch = store.demand(&keys).unwrap();
+        let mut batch = demand(&mut store, &keys).unwrap();
         // Every reader is inside a read before anything was waited for.
         gate.wait_for(4);
         let mut ready = Vec::new();
-        assert_eq!(batch.take_ready(&mut ready).unwrap(), 2);
+        assert_eq!(batch.take_ready(usize::MAX, &mut ready).unwrap(), 2);
         assert_eq!([ready[0].key(), ready[1].key()], hits);
         gate.open();
         assert_eq!(batch.filter(|lease| lease.is_ok()).count(), 4);
@@ -179,7 +179,7 @@ fn misses_come_in_the_order_of_arrival() {
             disk.on_offset(offset(&vault, key(0, expert)), Fault::Hold(gate.clone()));
         }
         let mut store = vault.open(disk, 3, 3);
-        let mut batch = store.demand(&vault.keys()).unwrap();
+        let mut batch = demand(&mut store, &vault.keys()).unwrap();
         for expert in [2, 0, 1] {
             gates[expert as usize].open();
             assert_eq!(batch.next().unwrap().unwrap().key(), key(0, expert));
@@ -198,13 +198,13 @@ fn a_dropped_batch_cancels_what_is_queued_and_keeps_what_was_begun() {
             disk.on_read(read, Fault::Hold(gate.clone()));
         }
         let mut store = vault.open(disk.clone(), 8, 2);
-        let batch = store.demand(&vault.keys()).unwrap();
+        let batch = demand(&mut store, &vault.keys()).unwrap();
         gate.wait_for(2);
         drop(batch);
         assert_eq!(disk.reads(), 2, "only what readers had begun");
         // Demanded again while still in flight: joined, not read twice.
         let again = [key(0, 1), key(0, 0)];
-        let mut batch = store.demand(&again).unwrap();
+        let mut batch = demand(&mut store, &again).unwrap();
         gate.open();
         for lease in batch.by_ref() {
             vault.check(&lease.unwrap());
@@ -231,10 +231,10 @@ fn reads_of_a_dropped_batch_give_their_slots_back() {
             }
             // One slot, held by a read that nobody wants any more: the next batch waits for it, not for ever.
             let mut store = vault.open(disk.clone(), 1, 1);
-            let batch = store.demand(&[key(0, 0)]).unwrap();
+            let batch = demand(&mut store, &[key(0, 0)]).unwrap();
             gate.wait_for(1);
             drop(batch);
-            let mut batch = store.demand(&[key(0, 3)]).unwrap();
+            let mut batch = demand(&mut store, &[key(0, 3)]).unwrap();
             gate.open();
             let result = batch.next().unwrap();
             drop(batch);
@@ -252,12 +252,12 @@ fn a_forgotten_batch_is_cleaned_up_by_the_next() {
         let vault = Vault::new(1, 6, 512);
         let mut store = vault.open(faulty(&vault), 3, 2);
         for round in 0..50 {
-            std::mem::forget(store.demand(&vault.keys()[round % 4..]).unwrap());
+            std::mem::forget(demand(&mut store, &vault.keys()[round % 4..]).unwrap());
         }
-        for lease in store.demand(&vault.keys()).unwrap() {
+        for lease in demand(&mut store, &vault.keys()).unwrap() {
             vault.check(&lease.unwrap());
         }
-        std::mem::forget(store.demand(&vault.keys()).unwrap());
+        std::mem::forget(demand(&mut store, &vault.keys()).unwrap());
     });
 }
 
@@ -266,12 +266,12 @@ fn holding_every_slot_is_an_error_that_passes() {
     within_a_minute(|| {
         let vault = Vault::new(1, 4, 512);
         let mut store = vault.open(faulty(&vault), 2, 2);
-        let mut batch = store.demand(&vault.keys()).unwrap();
+        let mut batch = demand(&mut store, &vault.keys()).unwrap();
         let mut held = vec![batch.next().unwrap().unwrap(), batch.next().unwrap().unwrap()];
         for _ in 0..3 {
             let error = batch.next().unwrap().unwrap_err();
             assert!(matches!(error, StoreError::Stalled { slots: 2, leased: 2, wanted: 2 }), "{error}");
-            assert!(matches!(batch.take_ready(&mut held), Err(StoreError::Stalled { .. })));
+            assert!(matches!(batch.take_ready(usize::MAX, &mut held), Err(StoreError::Stalled { .. })));
         }
         held.pop();
         held.push(batch.next().unwrap().unwrap());
@@ -306,7 +306,7 @@ fn a_store_closes_with_reads_queued_and_in_flight() {
         let gate = Gate::closed();
         disk.on_read(0, Fault::Hold(gate.clone()));
         let mut store = vault.open(disk.clone(), 8, 1);
-        std::mem::forget(store.demand(&vault.keys()).unwrap());
+        std::mem::forget(demand(&mut store, &vault.keys()).unwrap());
         gate.wait_for(1);
         let (dropping, is_dropping) = mpsc::channel();
         let closer = std::thread::spawn(move || {
@@ -327,13 +327,13 @@ fn a_bad_demand_changes_nothing() {
         drop(demand_all(&mut store, &[key(0, 0)]).unwrap());
         let before = store.meter().snapshot();
         for keys in [[key(0, 0), key(0, 2)], [key(1, 1), key(7, 0)]] {
-            let error = store.demand(&keys).unwrap_err();
+            let error = demand(&mut store, &keys).unwrap_err();
             assert!(matches!(error, StoreError::UnknownExpert(k) if k == keys[1]), "{error}");
         }
-        let error = store.demand(&[key(0, 1), key(0, 0), key(0, 1)]).unwrap_err();
+        let error = demand(&mut store, &[key(0, 1), key(0, 0), key(0, 1)]).unwrap_err();
         assert!(matches!(error, StoreError::Duplicate(k) if k == key(0, 1)));
         assert_eq!(store.meter().snapshot(), before);
-        assert!(store.demand(&[]).unwrap().next().is_none());
+        assert!(demand(&mut store, &[]).unwrap().next().is_none());
         assert_eq!(demand_all(&mut store, &vault.keys()[..2]).unwrap().len(), 2);
     });
 }
@@ -458,7 +458,7 @@ fn preloading_waits_for_a_dropped_batch_and_works_with_a_decoder() {
         let gate = Gate::closed();
         disk.on_read(0, Fault::Hold(gate.clone()));
         let mut store = vault.open_decoded(disk, 3, Arc::new(Adder));
-        let batch = store.demand(&[key(0, 4)]).unwrap();
+        let batch = demand(&mut store, &[key(0, 4)]).unwrap();
         gate.wait_for(1);
         drop(batch);
         gate.open();

@@ -8,7 +8,7 @@ use std::fs::{self, File};
 use std::io::IoSliceMut;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use support::{Random, Vault, demand_all, key, within_a_minute};
+use support::{Random, Vault, demand, demand_all, key, within_a_minute};
 
 fn random_bytes(len: usize) -> Vec<u8> {
     let mut random = Random(len as u64);
@@ -178,7 +178,7 @@ fn a_store_on_a_real_file() {
         for mode in [OpenMode::Auto, OpenMode::Buffered] {
             let disk = Arc::new(FileDisk::open(&path, mode).unwrap());
             let mut store = vault.open(disk.clone(), 5, 4);
-            for lease in store.demand(&vault.keys()).unwrap() {
+            for lease in demand(&mut store, &vault.keys()).unwrap() {
                 vault.check(&lease.unwrap());
             }
             let mut store = vault.open(disk, 12, 4);

@@ -3,7 +3,7 @@
 
 mod support;
 
-use smoe_store::{CountingAllocator, FileDisk, Lease, OpenMode};
+use smoe_store::{CountingAllocator, FileDisk, Lease, OpenMode, Order, StoreConfig, Want};
 use std::sync::Arc;
 use support::{Random, Vault};
 
@@ -18,23 +18,36 @@ fn batches_do_not_allocate() {
     std::fs::write(&path, &vault.bytes).unwrap();
     let disk = FileDisk::open(&path, OpenMode::Auto).unwrap();
     println!("direct I/O: {}", smoe_store::Disk::direct(&disk));
-    let mut store = vault.open(Arc::new(disk), 20, 4);
+    let mut store = vault.open_as(Arc::new(disk), StoreConfig::new(20, vault.slot_bytes()));
 
-    // From a few experts to more than there are slots; some batches are dropped half way.
+    // From a few experts to more than there are slots, in both orders; some batches are dropped half way. Before
+    // some, and while some run, others are expected, half of them rightly.
     let mut random = Random(7);
     let keys = vault.keys();
-    let batches: Vec<Vec<_>> = (0..600)
-        .map(|i| {
-            let size = if i % 10 == 0 { 40 } else { 1 + random.below(8) };
-            random.choose(size, keys.len()).into_iter().map(|i| keys[i]).collect()
+    let batches: Vec<Vec<Want>> = (5..605)
+        .map(|i: usize| {
+            let size = if i.is_multiple_of(10) { 40 } else { 1 + random.below(8) };
+            let mut chosen = random.choose(size, keys.len());
+            if i.is_multiple_of(4) {
+                chosen.sort_unstable(); // neighbours, that are read together
+            }
+            chosen.into_iter().map(|j| Want { key: keys[j], stamp: (i - j % 5) as u64 }).collect()
         })
         .collect();
     let mut out: Vec<Lease> = Vec::with_capacity(64);
-    let mut run = |batches: &[Vec<_>]| {
+    let mut run = |batches: &[Vec<Want>]| {
         for (i, batch) in batches.iter().enumerate() {
-            let mut demand = store.demand(batch).unwrap();
+            let expected = &batches[(i + 1 + i % 2) % batches.len()];
+            match i % 5 {
+                0 => store.expect(expected),
+                1 => store.set_limit(12 + i % 8),
+                2 => store.prewarm(&keys),
+                _ => store.poll(),
+            }
+            let mut demand = store.demand(batch, [Order::Arrival, Order::Given][i / 2 % 2]).unwrap();
             if i % 3 == 0 {
-                while demand.take_ready(&mut out).unwrap() > 0 {
+                demand.expect(expected);
+                while demand.take_ready(4, &mut out).unwrap() > 0 {
                     out.clear();
                 }
             } else {

@@ -5,7 +5,7 @@ mod support;
 
 use smoe_store::{Lease, MemoryDisk, StoreError};
 use std::sync::{Arc, mpsc};
-use support::{Random, Vault, within_a_minute};
+use support::{Random, Vault, demand, within_a_minute};
 
 #[test]
 fn leases_come_back_from_other_threads() {
@@ -30,7 +30,7 @@ fn leases_come_back_from_other_threads() {
             for _ in 0..1500 {
                 let size = 1 + random.below(8);
                 let batch: Vec<_> = random.choose(size, keys.len()).into_iter().map(|i| keys[i]).collect();
-                for result in store.demand(&batch).unwrap() {
+                for result in demand(&mut store, &batch).unwrap() {
                     match result {
                         Ok(lease) => {
                             devices[random.below(devices.len())].send(lease).unwrap();
@@ -48,7 +48,7 @@ fn leases_come_back_from_other_threads() {
             let checked: usize = threads.into_iter().map(|thread| thread.join().unwrap()).sum();
             assert_eq!(checked, sent);
             println!("{slots} slots: {sent} leases on other threads, {stalls} stalls");
-            for lease in store.demand(&keys).unwrap() {
+            for lease in demand(&mut store, &keys).unwrap() {
                 vault.check(&lease.unwrap());
             }
         }

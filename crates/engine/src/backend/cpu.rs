@@ -3,13 +3,11 @@
 //! Coded weights multiply int8 activations, float weights f32 ones; in exact mode f32 everywhere. Planes
 //! are claimed once for the longest step.
 
-use std::sync::Mutex;
-
 use smoe_format::expert_file::LayerTable;
 use smoe_format::{Encoding, FfnKind, ModelSpec, Uniform};
 use smoe_kernels::{
-    Activations, ExpertCall, ExpertScratch, Input, Kernels, KvBlocks, KvPlane, Matrix, Pool, Product,
-    RopeStyle, expert_ffn, matmul, matmul_all,
+    Activations, AttentionHeads, AttentionScratch, ExpertCall, ExpertScratch, Input, Kernels, KvBlocks,
+    KvPlane, Matrix, Pool, Product, RopeStyle, Sight, expert_ffn, matmul, matmul_all,
 };
 use smoe_store::Lease;
 
@@ -22,7 +20,14 @@ use crate::routes::Routes;
 use crate::weights::{Ffn, LayerFfn, Tensor, Weights};
 
 /// Experts of one kernel call; a fork-join serves them all.
-const CALL_EXPERTS: usize = 16;
+pub(crate) const CALL_EXPERTS: usize = 16;
+/// (expert, token) pairs of one kernel call: bounds the memory of a prefill, whatever its length.
+const CALL_PAIRS: usize = 1024;
+/// Tokens that projections, attention and dense layers take at once: their planes are as long, however long the
+/// step.
+const BLOCK_TOKENS: usize = 512;
+/// Tokens of a task that sums expert outputs.
+const SUM_TOKENS: usize = 16;
 /// Group sizes that an encoding can have: 16, 32, 64, 128.
 const MAX_GROUPS: usize = 4;
 
@@ -151,33 +156,37 @@ pub struct CpuBackend {
     tokens: usize,
     /// `[T, d_model]`.
     hidden: Vec<f32>,
-    /// `[T, d_model]`, the input of attention or the feed-forward part.
+    /// `[T, d_model]`, the input of router and routed experts.
     normed: Plane,
-    /// `[T, n_heads * head_dim]`.
+    /// `[B, d_model]`, the input of attention or a dense part, B being tokens of a block.
+    input: Plane,
+    /// `[B, n_heads * head_dim]`.
     q: Vec<f32>,
-    /// `[T, n_kv_heads * head_dim]`.
+    /// `[B, n_kv_heads * head_dim]`.
     k: Vec<f32>,
-    /// `[T, n_kv_heads * head_dim]`.
+    /// `[B, n_kv_heads * head_dim]`.
     v: Vec<f32>,
-    /// `[T, n_heads * head_dim]`, outputs of the heads.
+    /// `[B, n_heads * head_dim]`, outputs of the heads.
     mixed: Plane,
-    /// `[T, d_model]`, what a verb adds to the hidden states.
+    /// `[B, d_model]`, what a verb adds to the hidden states.
     delta: Vec<f32>,
-    /// `[T, width]` of dense layers and shared experts.
+    /// `[B, width]` of dense layers and shared experts.
     gate: Vec<f32>,
     up: Vec<f32>,
     inner: Plane,
-    /// Attention scores of one (token, KV head), one buffer per thread.
-    scores: Vec<Mutex<Vec<f32>>>,
+    attention: AttentionScratch,
+    /// `[T, d_model]`, outputs of the shared expert; empty if there is none.
+    shared: Vec<f32>,
     /// `[T, n_experts]`.
     router: Vec<f32>,
-    /// Outputs of (expert, token) pairs, in the order in which they were computed.
+    /// Outputs of (expert, token) pairs, in the order in which they were computed: of all pairs of the layer
+    /// if they have room, else of one kernel call.
     outputs: Vec<f32>,
     /// `[T, d_model]`, weighted sums of `outputs`.
     sum: Vec<f32>,
-    /// Rows of `outputs` that are filled.
+    /// Pairs computed in this layer.
     filled: usize,
-    /// `[T, top_k]`: which row of `outputs` a pair got.
+    /// `[T, top_k]`: the how many-th pair computed a pair was.
     output_row: Vec<u32>,
     scratch: ExpertScratch,
     /// `[HEAD_ROWS, d_model]`.
@@ -225,30 +234,34 @@ impl CpuBackend {
         let a = spec.attention;
         let (d, width) = (spec.d_model, dense_width(&spec));
         let (heads, kv_heads) = (a.n_heads * a.head_dim, a.n_kv_heads * a.head_dim);
+        let block = t.min(BLOCK_TOKENS);
         let pairs = t * spec.moe.top_k;
-        let score_len = a.n_heads / a.n_kv_heads * plan.context;
+        let call_pairs = pairs.min(CALL_PAIRS);
         let groups = groups(weights.tensors().map(|t| t.encoding), experts);
         let floats = exact || experts.iter().flat_map(|t| &t.tensors).any(|t| t.encoding.is_float());
         let plane = |tokens, cols| Plane::with_capacity(tokens, cols, &groups);
+        let has_shared = spec.moe.d_shared > 0;
         Self {
             tokens: 0,
             hidden: vec![0.0; t * d],
             normed: plane(t, d),
-            q: vec![0.0; t * heads],
-            k: vec![0.0; t * kv_heads],
-            v: vec![0.0; t * kv_heads],
-            mixed: plane(t, heads),
-            delta: vec![0.0; t * d],
-            gate: vec![0.0; t * width],
-            up: vec![0.0; t * width],
-            inner: plane(t, width),
-            scores: (0..plan.threads).map(|_| Mutex::new(vec![0.0; score_len])).collect(),
+            input: plane(block, d),
+            q: vec![0.0; block * heads],
+            k: vec![0.0; block * kv_heads],
+            v: vec![0.0; block * kv_heads],
+            mixed: plane(block, heads),
+            delta: vec![0.0; block * d],
+            gate: vec![0.0; block * width],
+            up: vec![0.0; block * width],
+            inner: plane(block, width),
+            attention: AttentionScratch::new(plan.threads, a.head_dim, a.head_dim, plan.context),
+            shared: vec![0.0; if has_shared { t * d } else { 0 }],
             router: vec![0.0; t * spec.moe.n_experts],
-            outputs: vec![0.0; pairs * d],
+            outputs: vec![0.0; call_pairs * d],
             sum: vec![0.0; t * d],
             filled: 0,
             output_row: vec![0; pairs],
-            scratch: ExpertScratch::with_capacity(pairs, d, spec.moe.d_expert, floats),
+            scratch: ExpertScratch::with_capacity(call_pairs, d, spec.moe.d_expert, floats),
             head_input: plane(HEAD_ROWS, d),
             logits: vec![0.0; HEAD_ROWS * spec.vocab_size],
             context: Context {
@@ -277,36 +290,113 @@ impl CpuBackend {
         let (t, d, width) = (chunk as u64, spec.d_model as u64, dense_width(spec) as u64);
         let heads = (a.n_heads * a.head_dim) as u64;
         let kv_heads = (a.n_kv_heads * a.head_dim) as u64;
-        let pairs = t * spec.moe.top_k as u64;
+        let pairs = (t * spec.moe.top_k as u64).min(CALL_PAIRS as u64);
         let d_expert = spec.moe.d_expert as u64;
+        let block = t.min(BLOCK_TOKENS as u64);
         // 4 bytes, and per int8 form 1 byte, and scale and sum per group of 16 and more.
         let plane = |values: u64| values * 4 + values * groups as u64 * 3 / 2;
-        let floats = 3 * t * d
-            + t * (heads + 2 * kv_heads)
-            + 2 * t * width
+        let whole = if spec.moe.d_shared > 0 { 3 } else { 2 };
+        let floats = whole * t * d
             + t * spec.moe.n_experts as u64
+            + block * (heads + 2 * kv_heads + d + 2 * width)
             + pairs * d
             + HEAD_ROWS as u64 * spec.vocab_size as u64
-            + threads as u64 * (a.n_heads / a.n_kv_heads * context) as u64;
-        let planes = plane(t * d) + plane(t * heads) + plane(t * width) + plane(HEAD_ROWS as u64 * d);
+            + (threads * AttentionScratch::floats(a.head_dim, a.head_dim, context)) as u64;
+        let planes = plane(t * d)
+            + plane(block * d)
+            + plane(block * heads)
+            + plane(block * width)
+            + plane(HEAD_ROWS as u64 * d);
         // Gathered tokens as f32 and int8, gate and up, and the hidden values of every pair.
         let scratch = plane(pairs * d) + pairs * d_expert * 8 + plane(pairs * d_expert);
         floats * 4 + planes + scratch + Routes::bytes(&spec.moe, chunk)
     }
 
-    /// A SwiGLU of resident weights: `delta = down(silu(gate x) * up x)` of `normed`.
-    fn swiglu(&mut self, layer: usize, shared: bool) {
-        let Self { context, normed, gate, up, inner, delta, tokens, .. } = self;
-        let tokens = *tokens;
+    /// One kernel call: `pieces` are (lease, tokens from, tokens to) of some experts, `pairs` in all.
+    fn call(
+        &mut self,
+        table: usize,
+        leases: &[Lease],
+        pieces: &[(usize, usize, usize)],
+        pairs: usize,
+        routes: &Routes,
+    ) {
+        let in_order = self.wants_order(routes);
+        let Self { context, normed, outputs, output_row, filled, scratch, tokens, .. } = self;
+        let d = context.spec.d_model;
+        let table = &context.experts[table];
+        let calls: [_; CALL_EXPERTS] = std::array::from_fn(|i| {
+            let (lease, from, to) = pieces[i.min(pieces.len() - 1)];
+            let lease = &leases[lease];
+            expert_call(table, lease, &routes.of_expert(lease.key().expert).1[from..to])
+        });
+        let calls = &calls[..pieces.len()];
+        let first = *filled;
+        for &(lease, from, to) in pieces {
+            for &pair in &routes.of_expert(leases[lease].key().expert).0[from..to] {
+                output_row[pair as usize] = *filled as u32;
+                *filled += 1;
+            }
+        }
+        let row = if in_order { 0 } else { first };
+        let out = &mut outputs[row * d..(row + pairs) * d];
+        context.with_input(&[calls[0].gate, calls[0].up], normed, *tokens, |input| {
+            expert_ffn(&context.pool, context.kernels, calls, input, scratch, out);
+        });
+        if in_order {
+            self.accumulate(first, routes);
+        }
+    }
+
+    /// Adds to each token's sum, in ascending expert id, its weighted outputs among the pairs that were
+    /// computed from the `first`-th on, whose outputs begin at row 0.
+    fn accumulate(&mut self, first: usize, routes: &Routes) {
+        let Self { context, sum, outputs, output_row, filled, tokens, .. } = self;
+        let (d, kernels) = (context.spec.d_model, context.kernels);
+        let (outputs, output_row) = (&*outputs, &*output_row);
+        let computed = first..*filled;
+        // Few tokens have pairs in a call, so several make a task.
+        let step = SUM_TOKENS.min(tokens.div_ceil(context.pool.threads())).max(1);
+        context.pool.chunks_mut(&mut sum[..*tokens * d], step * d, &|task, sums| {
+            for (i, sum) in sums.chunks_exact_mut(d).enumerate() {
+                let token = task * step + i;
+                let (_, weights) = routes.of_token(token);
+                let rows = &output_row[token * weights.len()..(token + 1) * weights.len()];
+                for (&row, &weight) in rows.iter().zip(weights) {
+                    if computed.contains(&(row as usize)) {
+                        let row = row as usize - first;
+                        kernels.scale_add(sum, &outputs[row * d..(row + 1) * d], weight);
+                    }
+                }
+            }
+        });
+    }
+
+    /// A SwiGLU of resident weights of all tokens, block by block: calls `take(first, rows)` with
+    /// `down(silu(gate x) * up x)`, x being the normed hidden states, and the hidden states of those tokens.
+    fn swiglu(
+        &mut self,
+        layer: usize,
+        shared: bool,
+        take: &mut dyn FnMut(&Context, usize, &mut [f32], &[f32]),
+    ) {
+        let Self { context, hidden, input, gate, up, inner, delta, tokens, .. } = self;
+        let d = context.spec.d_model;
+        let weights = &context.weights.layers[layer];
         let Some(ffn) = resident_ffn(&context.weights, layer, shared) else { return };
         let width = ffn.gate.rows;
-        context.multiply_all([&ffn.gate, &ffn.up], normed, tokens, [&mut *gate, &mut *up]);
-        let (gate, up) = (&*gate, &*up);
-        context.pool.chunks_mut(inner.fill(tokens * width), width, &|t, out| {
-            let row = t * width..(t + 1) * width;
-            context.kernels.swiglu(&gate[row.clone()], &up[row], out);
-        });
-        context.multiply(&ffn.down, inner, tokens, delta);
+        for (i, hidden) in hidden[..*tokens * d].chunks_mut(BLOCK_TOKENS * d).enumerate() {
+            let tokens = hidden.len() / d;
+            context.norm(hidden, &weights.ffn_norm, input.fill(hidden.len()));
+            context.multiply_all([&ffn.gate, &ffn.up], input, tokens, [&mut *gate, &mut *up]);
+            let (gate, up) = (&*gate, &*up);
+            context.pool.chunks_mut(inner.fill(tokens * width), width, &|t, out| {
+                let row = t * width..(t + 1) * width;
+                context.kernels.swiglu(&gate[row.clone()], &up[row], out);
+            });
+            context.multiply(&ffn.down, inner, tokens, delta);
+            take(context, i * BLOCK_TOKENS, hidden, &delta[..tokens * d]);
+        }
     }
 }
 
@@ -331,78 +421,79 @@ impl Backend for CpuBackend {
     }
 
     fn attend(&mut self, layer: usize, rows: &[Row], kv: &mut KvCache) -> Result<(), EngineError> {
-        let Self { context, hidden, normed, q, k, v, mixed, delta, scores, tokens, .. } = self;
-        let (tokens, kernels, pool) = (*tokens, context.kernels, &context.pool);
+        let Self { context, hidden, input, q, k, v, mixed, delta, attention, tokens, .. } = self;
+        let (kernels, pool) = (context.kernels, &context.pool);
         let spec = &context.spec;
         let a = spec.attention;
         let (head_dim, per_kv) = (a.head_dim, a.n_heads / a.n_kv_heads);
         let (heads, kv_heads) = (a.n_heads * head_dim, a.n_kv_heads * head_dim);
         let weights = &context.weights.layers[layer];
-        let hidden = &mut hidden[..tokens * spec.d_model];
+        let hidden = &mut hidden[..*tokens * spec.d_model];
+        let blocks = hidden.chunks_mut(BLOCK_TOKENS * spec.d_model).zip(rows.chunks(BLOCK_TOKENS));
+        for (hidden, rows) in blocks {
+            let tokens = rows.len();
+            context.norm(hidden, &weights.attn_norm, input.fill(hidden.len()));
+            context.multiply_all([&weights.q, &weights.k, &weights.v], input, tokens, [&mut *q, &mut *k, v]);
 
-        context.norm(hidden, &weights.attn_norm, normed.fill(hidden.len()));
-        context.multiply_all([&weights.q, &weights.k, &weights.v], normed, tokens, [&mut *q, &mut *k, v]);
-
-        let prepare = |plane: &mut [f32], width: usize, norm: Option<&[f32]>| {
-            pool.chunks_mut(&mut plane[..tokens * width], width, &|t, row| {
-                if let Some(norm) = norm {
-                    for head in row.chunks_exact_mut(head_dim) {
-                        kernels.rms_norm_in_place(head, norm, spec.rms_norm_eps);
+            let prepare = |plane: &mut [f32], width: usize, norm: Option<&[f32]>| {
+                pool.chunks_mut(&mut plane[..tokens * width], width, &|t, row| {
+                    if let Some(norm) = norm {
+                        for head in row.chunks_exact_mut(head_dim) {
+                            kernels.rms_norm_in_place(head, norm, spec.rms_norm_eps);
+                        }
                     }
+                    let position = rows[t].position as usize;
+                    let (cos, sin) = (context.rope.cos(position), context.rope.sin(position));
+                    kernels.rope(row, head_dim, cos, sin, RopeStyle::Half);
+                });
+            };
+            let norms = weights.qk_norm.as_ref();
+            prepare(q, heads, norms.map(|(q, _)| q.as_slice()));
+            prepare(k, kv_heads, norms.map(|(_, k)| k.as_slice()));
+
+            for (t, row) in rows.iter().enumerate() {
+                for head in 0..a.n_kv_heads {
+                    let from = t * kv_heads + head * head_dim;
+                    let (key, value) = (&k[from..from + head_dim], &v[from..from + head_dim]);
+                    kv.append(kernels, layer, *row, head, key, value);
                 }
-                let position = rows[t].position as usize;
-                let (cos, sin) = (context.rope.cos(position), context.rope.sin(position));
-                kernels.rope(row, head_dim, cos, sin, RopeStyle::Half);
-            });
-        };
-        let norms = weights.qk_norm.as_ref();
-        prepare(q, heads, norms.map(|(q, _)| q.as_slice()));
-        prepare(k, kv_heads, norms.map(|(_, k)| k.as_slice()));
-
-        for (t, row) in rows.iter().enumerate() {
-            for head in 0..a.n_kv_heads {
-                let from = t * kv_heads + head * head_dim;
-                kv.append(kernels, layer, *row, head, &k[from..from + head_dim], &v[from..from + head_dim]);
             }
-        }
 
-        let (keys, values, geometry) = kv.layer(layer);
-        let scale = 1.0 / (head_dim as f32).sqrt();
-        let (kv, q) = (&*kv, &*q);
-        pool.chunks_mut(mixed.fill(tokens * heads), per_kv * head_dim, &|i, out| {
-            let (t, head) = (i / a.n_kv_heads, i % a.n_kv_heads);
-            let plane = |bytes| KvPlane {
-                ty: kv.kv_type(),
-                bytes,
-                row_bytes: geometry.row_bytes,
-                block_stride: geometry.block_stride,
-                head_offset: head * geometry.head_stride,
+            let kv = &*kv;
+            let (keys, values, geometry) = kv.layer(layer);
+            let sight = |t: usize, head: usize| {
+                let plane = |bytes| KvPlane {
+                    ty: kv.kv_type(),
+                    bytes,
+                    row_bytes: geometry.row_bytes,
+                    block_stride: geometry.block_stride,
+                    head_offset: head * geometry.head_stride,
+                };
+                let table = kv.blocks(rows[t].seq);
+                let (keys, values) = (plane(keys), plane(values));
+                Sight {
+                    blocks: KvBlocks { keys, values, table, block_positions: BLOCK },
+                    visible: 0..rows[t].position as usize + 1,
+                }
             };
-            let blocks = KvBlocks {
-                keys: plane(keys),
-                values: plane(values),
-                table: kv.blocks(rows[t].seq),
-                block_positions: BLOCK,
+            let shape = AttentionHeads {
+                n_kv_heads: a.n_kv_heads,
+                per_kv,
+                head_dim,
+                value_dim: head_dim,
+                scale: 1.0 / (head_dim as f32).sqrt(),
+                sinks: None,
             };
-            let queries = &q[t * heads + head * per_kv * head_dim..][..per_kv * head_dim];
-            let visible = 0..rows[t].position as usize + 1;
-            // As many buffers as threads: one is free.
-            let free = scores.iter().find_map(|scores| scores.try_lock().ok());
-            let Some(mut scores) = free else { unreachable!("more tasks at once than threads") };
-            let scores = &mut scores[..per_kv * visible.len()];
-            kernels.attention(queries, head_dim, blocks, visible, scale, None, scores, out);
-        });
-        context.multiply(&weights.o, mixed, tokens, delta);
-        context.add(hidden, delta);
+            let (q, out) = (&q[..tokens * heads], mixed.fill(tokens * heads));
+            smoe_kernels::attend(pool, kernels, &shape, q, &sight, attention, out);
+            context.multiply(&weights.o, mixed, tokens, delta);
+            context.add(hidden, delta);
+        }
         Ok(())
     }
 
     fn dense(&mut self, layer: usize) -> Result<(), EngineError> {
-        let n = self.tokens * self.context.spec.d_model;
-        let norm = &self.context.weights.layers[layer].ffn_norm;
-        self.context.norm(&self.hidden[..n], norm, self.normed.fill(n));
-        self.swiglu(layer, false);
-        self.context.add(&mut self.hidden[..n], &self.delta);
+        self.swiglu(layer, false, &mut |context, _, hidden, delta| context.add(hidden, delta));
         Ok(())
     }
 
@@ -416,34 +507,42 @@ impl Backend for CpuBackend {
         Ok(&self.router[..self.tokens * self.context.spec.moe.n_experts])
     }
 
-    fn begin(&mut self, layer: usize, _routes: &Routes) -> Result<(), EngineError> {
+    fn wants_order(&self, routes: &Routes) -> bool {
+        routes.n_pairs() * self.context.spec.d_model > self.outputs.len()
+    }
+
+    fn begin(&mut self, layer: usize, routes: &Routes) -> Result<(), EngineError> {
         self.filled = 0;
-        self.swiglu(layer, true);
+        self.output_row[..routes.n_pairs()].fill(u32::MAX);
+        if self.wants_order(routes) {
+            self.sum[..self.tokens * self.context.spec.d_model].fill(0.0);
+        }
+        let mut shared = std::mem::take(&mut self.shared);
+        self.swiglu(layer, true, &mut |context, first, _, delta| {
+            shared[first * context.spec.d_model..][..delta.len()].copy_from_slice(delta);
+        });
+        self.shared = shared;
         Ok(())
     }
 
     fn experts(&mut self, layer: usize, ready: &mut Vec<Lease>, routes: &Routes) -> Result<(), EngineError> {
-        let Self { context, normed, outputs, output_row, filled, scratch, tokens, .. } = self;
-        let d = context.spec.d_model;
-        let found = context.experts.binary_search_by_key(&(layer as u32), |table| table.layer);
-        let table = &context.experts[found.expect("an MoE layer has its table, as the vault was checked")];
-        for leases in ready.chunks(CALL_EXPERTS) {
-            let calls: [_; CALL_EXPERTS] = std::array::from_fn(|i| {
-                let lease = &leases[i.min(leases.len() - 1)];
-                expert_call(table, lease, routes)
-            });
-            let calls = &calls[..leases.len()];
-            let first = *filled;
-            for lease in leases {
-                for &pair in routes.of_expert(lease.key().expert).0 {
-                    output_row[pair as usize] = *filled as u32;
-                    *filled += 1;
+        let found = self.context.experts.binary_search_by_key(&(layer as u32), |table| table.layer);
+        let table = found.expect("an MoE layer has its table, as the vault was checked");
+        // The next piece of work: an expert, and how many of its tokens have been served.
+        let (mut lease, mut served) = (0, 0);
+        while lease < ready.len() {
+            let mut pieces = [(0, 0, 0); CALL_EXPERTS];
+            let (mut n, mut pairs) = (0, 0);
+            while n < CALL_EXPERTS && lease < ready.len() && pairs < CALL_PAIRS {
+                let tokens = routes.of_expert(ready[lease].key().expert).1.len();
+                let piece = (tokens - served).min(CALL_PAIRS - pairs);
+                pieces[n] = (lease, served, served + piece);
+                (n, pairs, served) = (n + 1, pairs + piece, served + piece);
+                if served == tokens {
+                    (lease, served) = (lease + 1, 0);
                 }
             }
-            let out = &mut outputs[first * d..*filled * d];
-            context.with_input(&[calls[0].gate, calls[0].up], normed, *tokens, |input| {
-                expert_ffn(&context.pool, context.kernels, calls, input, scratch, out);
-            });
+            self.call(table, ready, &pieces[..n], pairs, routes);
         }
         ready.clear();
         Ok(())
@@ -455,23 +554,16 @@ impl Backend for CpuBackend {
     }
 
     fn finish(&mut self, layer: usize, routes: &Routes) -> Result<(), EngineError> {
-        let Self { context, hidden, delta, sum, outputs, output_row, tokens, .. } = self;
-        let d = context.spec.d_model;
-        let has_shared = resident_ffn(&context.weights, layer, true).is_some();
-        let (kernels, delta) = (context.kernels, &*delta);
-        let (sum, outputs) = (&mut sum[..*tokens * d], &*outputs);
-        context.pool.chunks_mut(sum, d, &|t, sum| {
-            let (_, weights) = routes.of_token(t);
-            let rows = &output_row[t * weights.len()..(t + 1) * weights.len()];
-            sum.fill(0.0);
-            for (&row, &weight) in rows.iter().zip(weights) {
-                kernels.scale_add(sum, &outputs[row as usize * d..(row as usize + 1) * d], weight);
-            }
-            if has_shared {
-                kernels.add_in_place(sum, &delta[t * d..(t + 1) * d]);
-            }
-        });
-        context.add(&mut hidden[..*tokens * d], sum);
+        if !self.wants_order(routes) {
+            self.sum[..self.tokens * self.context.spec.d_model].fill(0.0);
+            self.accumulate(0, routes);
+        }
+        let Self { context, hidden, shared, sum, tokens, .. } = self;
+        let sum = &mut sum[..*tokens * context.spec.d_model];
+        if resident_ffn(&context.weights, layer, true).is_some() {
+            context.add(sum, shared);
+        }
+        context.add(&mut hidden[..*tokens * context.spec.d_model], sum);
         Ok(())
     }
 
@@ -502,11 +594,10 @@ impl Backend for CpuBackend {
     }
 }
 
-/// An expert's matrices where the disk put them, and its tokens.
-fn expert_call<'a>(table: &LayerTable, lease: &'a Lease, routes: &'a Routes) -> ExpertCall<'a> {
+/// An expert's matrices where the disk put them, and tokens that it serves.
+fn expert_call<'a>(table: &LayerTable, lease: &'a Lease, tokens: &'a [u32]) -> ExpertCall<'a> {
     let bytes = lease.bytes();
     let [gate, up, down] =
         table.tensors.map(|t| Matrix::new(&bytes[t.offset..t.offset + t.len], t.rows, t.cols, t.encoding));
-    let (_, tokens) = routes.of_expert(lease.key().expert);
     ExpertCall { gate, up, down, tokens }
 }

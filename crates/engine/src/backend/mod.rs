@@ -47,6 +47,9 @@ pub trait Backend: Send {
     /// Norm and router logits, `[T, n_experts]`.
     fn route(&mut self, layer: usize) -> Result<&[f32], EngineError>;
 
+    /// True if the experts of this layer must come in ascending id: more outputs than the backend keeps.
+    fn wants_order(&self, routes: &Routes) -> bool;
+
     /// Starts the layer's experts; the shared expert may be computed while reads are under way.
     fn begin(&mut self, layer: usize, routes: &Routes) -> Result<(), EngineError>;
 

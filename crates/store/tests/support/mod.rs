@@ -3,8 +3,13 @@
 
 use smoe_format::record_crc;
 use smoe_meter::StoreMeter;
-use smoe_store::{Disk, ExpertKey, Lease, Record, RecordDecoder, Store, StoreConfig, StoreError};
-use std::sync::{Arc, mpsc};
+use smoe_store::{
+    Demand, DirectIo, Disk, DiskError, ExpertKey, Lease, MemoryDisk, Order, Record, RecordDecoder, Store,
+    StoreConfig, StoreError, Want,
+};
+use std::io;
+use std::path::Path;
+use std::sync::{Arc, Condvar, Mutex, mpsc};
 use std::time::Duration;
 
 /// SplitMix64.
@@ -88,7 +93,10 @@ impl Vault {
     }
 
     pub fn open(&self, disk: Arc<dyn Disk>, slots: usize, readers: usize) -> Store {
-        let config = StoreConfig { readers, ..StoreConfig::new(slots, self.slot_bytes()) };
+        self.open_as(disk, one_by_one(slots, self.slot_bytes(), readers))
+    }
+
+    pub fn open_as(&self, disk: Arc<dyn Disk>, config: StoreConfig) -> Store {
         Store::open(disk, self.records.clone(), config, None, Arc::default()).unwrap()
     }
 
@@ -99,11 +107,97 @@ impl Vault {
     }
 }
 
+/// A configuration under which every record is read on its own.
+pub fn one_by_one(slots: usize, slot_bytes: usize, readers: usize) -> StoreConfig {
+    StoreConfig { readers, run_bytes: 0, ..StoreConfig::new(slots, slot_bytes) }
+}
+
+pub fn wants(keys: &[ExpertKey]) -> Vec<Want> {
+    keys.iter().map(|&key| Want::from(key)).collect()
+}
+
+/// Demands in the order of arrival, the later use the more recent.
+pub fn demand<'s>(store: &'s mut Store, keys: &[ExpertKey]) -> Result<Demand<'s>, StoreError> {
+    store.demand(&wants(keys), Order::Arrival)
+}
+
 /// All leases of a demand, sorted by key, none kept back; the first error otherwise.
 pub fn demand_all(store: &mut Store, keys: &[ExpertKey]) -> Result<Vec<Lease>, StoreError> {
-    let mut leases = store.demand(keys)?.collect::<Result<Vec<_>, _>>()?;
+    let mut leases = demand(store, keys)?.collect::<Result<Vec<_>, _>>()?;
     leases.sort_by_key(Lease::key);
     Ok(leases)
+}
+
+/// A disk whose reads wait, each until the test lets it end, well or badly. For one reader.
+pub struct Turnstile {
+    inner: MemoryDisk,
+    state: Mutex<TurnstileState>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct TurnstileState {
+    waiting: Option<u64>,
+    released: Option<bool>,
+    open: bool,
+}
+
+impl Turnstile {
+    pub fn new(bytes: Vec<u8>) -> Arc<Self> {
+        Arc::new(Self { inner: MemoryDisk::new(bytes), state: Mutex::default(), changed: Condvar::new() })
+    }
+
+    /// Where the reader that waits, or comes, wants to read.
+    pub fn wait_for_reader(&self) -> u64 {
+        let state = self.changed.wait_while(self.state.lock().unwrap(), |state| state.waiting.is_none());
+        state.unwrap().waiting.unwrap()
+    }
+
+    /// Whether a reader waits.
+    pub fn has_reader(&self) -> bool {
+        self.state.lock().unwrap().waiting.is_some()
+    }
+
+    /// Lets the read that waits end.
+    pub fn release(&self, ok: bool) {
+        let mut state = self.state.lock().unwrap();
+        assert!(state.waiting.take().is_some(), "nobody waits");
+        state.released = Some(ok);
+        self.changed.notify_all();
+    }
+
+    /// Lets all reads end well from now on.
+    pub fn open(&self) {
+        self.state.lock().unwrap().open = true;
+        self.changed.notify_all();
+    }
+}
+
+impl Disk for Turnstile {
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<usize, DiskError> {
+        let mut state = self.state.lock().unwrap();
+        state.waiting = Some(offset);
+        self.changed.notify_all();
+        let mut state = self.changed.wait_while(state, |s| s.released.is_none() && !s.open).unwrap();
+        if state.released.take() == Some(false) {
+            let (file, source) = (self.name().to_owned(), io::Error::from(io::ErrorKind::Other));
+            return Err(DiskError::Io { file, offset, len: buf.len(), source });
+        }
+        drop(state);
+        self.inner.read_at(offset, buf)
+    }
+
+    fn len(&self) -> u64 {
+        self.inner.len()
+    }
+
+    fn name(&self) -> &Path {
+        self.inner.name()
+    }
+
+    fn direct(&self) -> &DirectIo {
+        self.inner.direct()
+    }
 }
 
 /// Runs a test that must not hang.

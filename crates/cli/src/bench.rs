@@ -1,0 +1,83 @@
+//! `smoe bench`: what a vault does on this machine, against what the machine can do.
+
+mod figures;
+mod machine;
+mod parts;
+mod record;
+mod runs;
+
+use std::io::{self, IsTerminal};
+use std::time::Instant;
+
+use smoe_engine::{Engine, EngineOptions};
+
+use crate::args::BenchArgs;
+use crate::failure::Failure;
+use crate::{model, progress};
+use figures::{Ceilings, Facts};
+use record::Record;
+use runs::Bench;
+
+/// Positions that the canonical benchmark needs: the longest prefill and the decoding behind it.
+const CONTEXT: usize = 2048 + 2 * 64 + 45;
+
+/// Runs the command.
+pub fn bench(args: &BenchArgs) -> Result<(), Failure> {
+    let record = match (&args.vault, &args.disk, args.kernels) {
+        (None, Some(path), false) => parts::disk(path)?,
+        (None, None, true) => parts::kernels(args.machine.threads)?,
+        (Some(_), None, false) => vault(args)?,
+        _ => return Err(Failure::Usage("bench a VAULT, or --disk FILE, or --kernels".to_owned())),
+    };
+    if let Some(path) = &args.out {
+        std::fs::write(path, record.to_json()?)?;
+    }
+    if args.json {
+        say!("{}", record.to_json()?.trim_end());
+    } else {
+        record.print()?;
+    }
+    if let Some(old) = &args.compare {
+        record.compare(&Record::read(old)?)?;
+    }
+    Ok(())
+}
+
+fn vault(args: &BenchArgs) -> Result<Record, Failure> {
+    let path = args.vault.as_deref().unwrap_or(std::path::Path::new("demo"));
+    let vault = model::open_vault(path)?;
+    let mut options: EngineOptions = args.machine.options();
+    let most = vault.spec.max_context;
+    options.plan.context = Some(options.plan.context.unwrap_or(CONTEXT).min(most));
+    model::warn_of_memory(&options.plan);
+    let started = Instant::now();
+    let spinner = progress::spinner("loading the backbone");
+    let engine = Engine::open(&vault, &options);
+    spinner.finish_and_clear();
+    let mut engine = engine?;
+    let open_s = started.elapsed().as_secs_f64();
+    let spinner = progress::spinner("measuring the machine's ceilings");
+    let ceilings = Ceilings::measure(&vault, &mut engine);
+    spinner.finish_and_clear();
+    let mut ceilings = ceilings?;
+    let mut facts = Facts { open_s, ..Facts::default() };
+    let started = Instant::now();
+    let before = engine.store_snapshot();
+    model::preload(&mut engine)?;
+    facts.load_bytes = (engine.store_snapshot() - before).disk_bytes;
+    facts.load_s = started.elapsed().as_secs_f64();
+
+    let mut bench = Bench::new(engine, args.seed);
+    for run in 0..args.runs.max(1) {
+        bench.run(&|what| {
+            if io::stderr().is_terminal() {
+                eprint!("\r\x1b[Krun {} of {}: {what}", run + 1, args.runs);
+            }
+        })?;
+        ceilings.again(&mut bench.engine);
+    }
+    if io::stderr().is_terminal() {
+        eprint!("\r\x1b[K");
+    }
+    Ok(figures::record(&vault, &bench, &ceilings, &facts))
+}

@@ -1,0 +1,256 @@
+//! From runs to figures.
+//!
+//! Every figure of the engine stands beside the ceiling of the same run that it is held against: the disk's,
+//! the memory's, and the *serial floor* of a streamed token, in which nothing overlaps but a layer's reads
+//! with its experts' arithmetic:
+//!
+//! ```text
+//! dense bytes / memory + sum over layers of max(missed bytes / disk, expert bytes / memory) + head bytes / memory
+//! ```
+//!
+//! with the missed bytes spread evenly over the layers, which makes the floor lower and the share of it that
+//! is reached smaller, never larger.
+
+use std::time::Duration;
+
+use serde_json::{Map, Value, json};
+use smoe_engine::ceiling::{self, DiskCeiling};
+use smoe_engine::{DirectIo, Engine, OpenMode, Vault};
+use smoe_format::BackboneTensor;
+use smoe_meter::Phase;
+use smoe_store::FileDisk;
+
+use super::machine;
+use super::record::{Record, median, rounded};
+use super::runs::{Bench, Run, Stretch};
+use crate::failure::Failure;
+
+/// For how long the disk is read at each depth.
+const DISK_TIME: Duration = Duration::from_millis(400);
+/// Passes over the memory buffer at a time.
+const PASSES: usize = 5;
+
+/// What the machine can do, as measured in this run.
+pub struct Ceilings {
+    disk: DiskCeiling,
+    memory: Vec<f64>,
+    memory_buffer_bytes: usize,
+}
+
+impl Ceilings {
+    /// Measures both, before any expert is in memory.
+    pub fn measure(vault: &Vault, engine: &mut Engine) -> Result<Self, Failure> {
+        let file = FileDisk::open(&vault.experts_path, OpenMode::Auto)?;
+        let read_bytes = engine.info().plan.slot_bytes as usize;
+        let disk = ceiling::disk(&file, read_bytes, DISK_TIME)?;
+        let memory = engine.memory_ceiling(PASSES);
+        Ok(Self {
+            disk,
+            memory: memory.iter().map(|memory| memory.bytes_per_s).collect(),
+            memory_buffer_bytes: memory.map_or(0, |memory| memory.buffer_bytes),
+        })
+    }
+
+    /// Streams memory once more, between runs: a shared machine changes by the minute.
+    pub fn again(&mut self, engine: &mut Engine) {
+        self.memory.extend(engine.memory_ceiling(PASSES).map(|memory| memory.bytes_per_s));
+    }
+
+    fn memory_best(&self) -> f64 {
+        self.memory.iter().copied().fold(f64::NAN, f64::max)
+    }
+}
+
+/// What was noted beside the runs.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Facts {
+    /// Opening: backbone, memory.
+    pub open_s: f64,
+    /// Bytes of experts loaded before the first run.
+    pub load_bytes: u64,
+    /// Time that took.
+    pub load_s: f64,
+}
+
+/// Bytes that a token touches.
+struct Touched {
+    /// Backbone without head and embedding.
+    dense: u64,
+    /// The head.
+    head: u64,
+    /// Routed experts.
+    experts: u64,
+    /// MoE layers.
+    layers: usize,
+}
+
+impl Touched {
+    fn of(vault: &Vault) -> Self {
+        let bytes = |tensor| {
+            let name = vault.tensor_name(tensor);
+            let found = vault.backbone.iter().find(|(n, _)| **n == *name);
+            found.map_or(0, |(_, tensor)| tensor.bytes.end - tensor.bytes.start)
+        };
+        let all: u64 = vault.backbone.iter().map(|(_, t)| t.bytes.end - t.bytes.start).sum();
+        let embed = bytes(BackboneTensor::Embed);
+        let head = if vault.spec.tied_head { embed } else { bytes(BackboneTensor::Head) };
+        let spec = &vault.spec;
+        let routed = vault.experts.layers.iter().map(|table| table.used_bytes() as u64);
+        Self {
+            dense: all - embed - if spec.tied_head { 0 } else { head },
+            head,
+            experts: routed.sum::<u64>() * spec.moe.top_k as u64,
+            layers: spec.moe_layers().count(),
+        }
+    }
+
+    fn all(&self) -> u64 {
+        self.dense + self.head + self.experts
+    }
+
+    /// Seconds of a token in which nothing overlaps but a layer's reads with its experts.
+    fn serial_floor_s(&self, missed_bytes: f64, disk: f64, memory: f64) -> f64 {
+        let layers = self.layers.max(1) as f64;
+        let layer = (missed_bytes / layers / disk).max(self.experts as f64 / layers / memory);
+        (self.dense + self.head) as f64 / memory + layers * layer
+    }
+}
+
+/// All figures of a bench.
+pub fn record(vault: &Vault, bench: &Bench, ceilings: &Ceilings, facts: &Facts) -> Record {
+    let mut record = Record::default();
+    machine_facts(&mut record);
+    model_facts(&mut record, vault);
+    let info = bench.engine.info();
+    let plan = &info.plan;
+    record.set("kernels", info.kernels);
+    record.set("threads", plan.threads);
+    record.set("direct_io", matches!(info.direct_io, DirectIo::Yes { .. }));
+    record.set("plan_bytes", plan.total_bytes());
+    record.set("peak_rss_bytes", machine::peak_rss_bytes());
+    record.set("swapped_bytes", machine::swapped_bytes());
+    record.set("ring_slots", plan.ring_slots);
+    record.set("ring_share", rounded(plan.ring_slots as f64 / plan.n_experts.max(1) as f64));
+    record.set("context", plan.context);
+    record.set("chunk", plan.chunk);
+    record.set("open_s", rounded(facts.open_s));
+    if facts.load_bytes > 0 {
+        record.set("load_s", rounded(facts.load_s));
+        record.set("load_gb_s", rounded(facts.load_bytes as f64 / facts.load_s / 1e9));
+    }
+
+    let runs = &bench.runs;
+    record.set("runs", runs.len());
+    let seconds = |stretch: fn(&Run) -> &Stretch| runs.iter().map(move |run| stretch(run).time.as_secs_f64());
+    record.spread("ttft_cold_s", seconds(|run| &run.cold));
+    record.spread("ttft_warm_s", seconds(|run| &run.warm));
+    for i in 0..runs.first().map_or(0, |run| run.prefills.len()) {
+        let of = |run: &Run| run.prefills[i];
+        let tokens = of(&runs[0]).tokens;
+        record.spread(&format!("prefill_{tokens}_tok_s"), runs.iter().map(|run| of(run).rate()));
+        let bytes = runs.iter().map(|run| of(run).store.disk_bytes as f64);
+        record.spread(&format!("prefill_{tokens}_disk_bytes"), bytes);
+    }
+    record.spread("decode_tok_s", runs.iter().map(|run| run.short.rate()));
+    record.spread("decode_long_tok_s", runs.iter().filter_map(|run| run.long).map(|long| long.rate()));
+
+    let short: Vec<Stretch> = runs.iter().map(|run| run.short).collect();
+    let per_token = |f: fn(&Stretch) -> u64| short.iter().map(move |s| f(s) as f64 / s.tokens as f64);
+    record.spread("disk_bytes_per_token", per_token(|s| s.store.disk_bytes));
+    let touched = Touched::of(vault);
+    record.set("touched_bytes_per_token", touched.all());
+    record.spread("hit_rate", short.iter().filter_map(|s| s.store.hit_rate()));
+    record.spread("ahead_hits_per_token", per_token(|s| s.store.ahead_hits));
+    record.spread("ahead_waste_per_token", per_token(|s| s.store.ahead_waste));
+    record.spread("evictions_per_token", per_token(|s| s.store.evictions));
+    record.set("overlap", bench.routes.overlap().map(rounded));
+    record.set("skew", bench.routes.skew().map(rounded));
+    let coverage: Map<String, Value> = (1..)
+        .map(|i| i * bench.routes.top_k())
+        .take_while(|width| *width <= bench.routes.n_experts().min(8 * bench.routes.top_k()))
+        .map(|width| {
+            let of = |covered: Option<f64>| covered.map(rounded);
+            let both = [bench.routes.coverage_before(width), bench.routes.coverage_ahead(width)].map(of);
+            (width.to_string(), json!(both))
+        })
+        .collect();
+    record.set("coverage_next_token_next_layer", coverage);
+
+    let waited = |s: &&Stretch| s.store.wait_ns > 0;
+    let demand = |s: &Stretch| s.store.disk_bytes as f64 / s.store.wait_ns as f64;
+    record.spread("demand_wait_gb_s", short.iter().filter(waited).map(demand));
+    record.set("disk_ceiling_gb_s", rounded(ceilings.disk.bytes_per_s / 1e9));
+    let depths: Map<String, Value> = ceilings
+        .disk
+        .depths
+        .iter()
+        .map(|(depth, rate)| (depth.to_string(), json!(rounded(rate / 1e9))))
+        .chain([("sequential".to_owned(), json!(rounded(ceilings.disk.sequential_bytes_per_s / 1e9)))])
+        .collect();
+    record.set("disk_depths_gb_s", depths);
+    record.spread("memory_ceiling_gb_s", ceilings.memory.iter().map(|rate| rate / 1e9));
+    record.set("memory_buffer_bytes", ceilings.memory_buffer_bytes);
+
+    let (disk, memory) = (ceilings.disk.bytes_per_s, ceilings.memory_best());
+    let touched_gb_s = |s: &Stretch| s.rate() * touched.all() as f64 / 1e9;
+    record.spread("decode_touched_gb_s", short.iter().map(touched_gb_s));
+    record.spread("decode_memory_share", short.iter().map(|s| touched_gb_s(s) * 1e9 / memory));
+    let floor_share = |s: &Stretch| {
+        let missed = s.store.disk_bytes as f64 / s.tokens as f64;
+        touched.serial_floor_s(missed, disk, memory) * s.rate()
+    };
+    record.spread("decode_serial_floor_share", short.iter().map(floor_share));
+
+    record.set("buckets_ms", buckets(&short));
+    let share = |s: &Stretch| s.phases.total_ns() as f64 / 1e9 / s.time.as_secs_f64();
+    record.spread("buckets_share_of_wall", short.iter().map(share));
+    if let Some(kernel) = machine::read_bytes() {
+        record.set("kernel_read_bytes", kernel);
+        let own = bench.engine.store_snapshot().disk_bytes;
+        record.set("store_read_bytes", own);
+    }
+    record
+}
+
+pub fn machine_facts(record: &mut Record) {
+    record.set("format", "smoe-bench-1");
+    record.set("version", env!("CARGO_PKG_VERSION"));
+    record.set("commit", env!("SMOE_COMMIT"));
+    record.set("processor", machine::processor());
+    record.set("system", machine::system());
+    record.set("load_average", machine::load_average());
+}
+
+fn model_facts(record: &mut Record, vault: &Vault) {
+    let (spec, experts) = (&vault.spec, &vault.experts);
+    let weights: u64 = experts
+        .layers
+        .iter()
+        .flat_map(|l| l.tensors.iter().map(|t| (t.rows * t.cols) as u64 * u64::from(l.n_experts)))
+        .sum();
+    let bytes: u64 = experts.layers.iter().map(|l| l.used_bytes() as u64 * u64::from(l.n_experts)).sum();
+    let resident: u64 = vault.backbone.iter().map(|(_, t)| (t.rows * t.cols) as u64).sum();
+    record.set("model", spec.model_type.clone());
+    record.set("layers", spec.n_layers());
+    record.set("experts", spec.moe.n_experts);
+    record.set("top_k", spec.moe.top_k);
+    record.set("expert_bits_per_weight", rounded(8.0 * bytes as f64 / weights.max(1) as f64));
+    let backbone = vault.backbone.file_len as f64;
+    record.set("backbone_bits_per_weight", rounded(8.0 * backbone / resident.max(1) as f64));
+    record.set("expert_file_bytes", experts.file_len);
+    record.set("backbone_bytes", vault.backbone.file_len);
+    if let Some(manifest) = experts.manifest() {
+        record.set("source", serde_json::to_value(&manifest.source).unwrap_or_default());
+    }
+}
+
+/// Milliseconds per token and phase, medians.
+fn buckets(stretches: &[Stretch]) -> Map<String, Value> {
+    let of = |phase: Phase| {
+        let mut ms: Vec<f64> =
+            stretches.iter().map(|s| s.phases.phase_ns(phase) as f64 / 1e6 / s.tokens as f64).collect();
+        ms.sort_unstable_by(f64::total_cmp);
+        (phase.name().to_owned(), json!(rounded(median(&ms))))
+    };
+    Phase::ALL.into_iter().map(of).collect()
+}
