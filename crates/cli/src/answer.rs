@@ -10,7 +10,8 @@ use smoe_meter::StoreSnapshot;
 use smoe_text::{Detokeniser, StopMatcher, Tokenizer};
 
 use crate::failure::Failure;
-use crate::{interrupt, progress};
+use crate::instrument::{Instrument, Reading};
+use crate::interrupt;
 
 /// What an answer is made with.
 pub struct Asker<'a> {
@@ -39,11 +40,20 @@ pub struct Answer {
     pub interrupted: bool,
     /// What it cost.
     pub figures: Figures,
+    /// What it cost, and why.
+    pub reading: Reading,
 }
 
-/// A part of an answer, as soon as it is final.
+/// A part of an answer, as soon as it is final, or the way to it.
 #[derive(Debug, Clone, Copy)]
 pub enum Piece<'a> {
+    /// Tokens of the prompt that are done, of those to do.
+    Prompt {
+        /// Done.
+        done: usize,
+        /// To do.
+        total: usize,
+    },
     /// A new token.
     Token {
         /// Its id.
@@ -104,20 +114,14 @@ impl Asker<'_> {
     ) -> Result<Answer, Failure> {
         let flag = interrupt::fresh();
         let before = self.engine.store_snapshot();
+        let mut instrument = Instrument::new(self.engine);
         let start = Instant::now();
-        let mut bar = None;
+        // Whoever cannot be told of progress cannot be told of tokens either, and that is noticed.
         let mut on_progress = |done: usize, total: usize| {
-            if done < total || bar.is_some() {
-                let bar = bar.get_or_insert_with(|| progress::tokens("prefilling", total as u64));
-                bar.set_position(done as u64);
-            }
+            let _ = emit(Piece::Prompt { done, total });
         };
         let mut control = Control { cancel: Some(flag), progress: Some(&mut on_progress) };
-        let synced = self.engine.sync(self.session, prompt, &mut control);
-        if let Some(bar) = bar {
-            bar.finish_and_clear();
-        }
-        let synced = synced.map_err(|e| match e {
+        let synced = self.engine.sync(self.session, prompt, &mut control).map_err(|e| match e {
             EngineError::Cancelled => {
                 interrupt::take();
                 Failure::Interrupted
@@ -134,6 +138,7 @@ impl Asker<'_> {
         let end_tokens = &self.limits.end_tokens;
         let mut on_token = |token: u32| {
             first.get_or_insert_with(|| start.elapsed());
+            instrument.first_token();
             let told = emit(Piece::Token { id: token, first: tokens.is_empty() });
             tokens.push(token);
             let told = told.and_then(|()| match &mut detokeniser {
@@ -157,6 +162,7 @@ impl Asker<'_> {
         let finish =
             self.engine.generate(self.session, self.sampler, self.limits, &mut control, &mut on_token);
         let total = start.elapsed();
+        let reading = instrument.finish(self.engine, synced);
         let interrupted = interrupt::take();
         if let Some(error) = failed {
             return Err(error.into());
@@ -180,6 +186,6 @@ impl Asker<'_> {
             rest: total.saturating_sub(first),
             store: self.engine.store_snapshot() - before,
         };
-        Ok(Answer { text, finish, interrupted, figures })
+        Ok(Answer { text, finish, interrupted, figures, reading })
     }
 }

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, Parser, Subcommand, ValueEnum};
 use smoe_engine::plan::{PlanRequest, RingSize};
 use smoe_engine::{EngineOptions, KvType, Sampling};
 use smoe_text::GenerationDefaults;
@@ -43,6 +43,9 @@ pub enum Command {
     Probe(ProbeArgs),
     /// Measure a vault on this machine, against what its disk and memory can do
     Bench(BenchArgs),
+    /// Record how tokens are routed, and score cache policies on it
+    #[command(subcommand)]
+    Trace(TraceCommand),
     /// Render a chat template for the conversation (JSON) on stdin
     Template(TemplateArgs),
 }
@@ -69,6 +72,9 @@ pub struct MachineArgs {
     /// How keys and values are kept: f32, f16 or q8 [default: f16, f32 for 16-bit vaults]
     #[arg(long, value_name = "TYPE", value_parser = parse_kv)]
     pub kv: Option<KvType>,
+    /// Expert reads in flight at once [default: 4 for records of some MB, more for smaller ones]
+    #[arg(long, value_name = "N")]
+    pub readers: Option<usize>,
     /// When decoding, read ahead so many experts of the next layer, as its router ranks them early; 0 is off
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub look_ahead: usize,
@@ -105,6 +111,7 @@ impl MachineArgs {
             exact: self.exact,
             kernels: std::env::var("SMOE_KERNELS").ok().filter(|name| !name.is_empty()),
             verify: !self.no_checksums,
+            readers: self.readers,
             look_ahead: self.look_ahead,
             spec: self.spec,
             ..EngineOptions::default()
@@ -169,16 +176,58 @@ impl SamplingArgs {
     }
 }
 
-/// `smoe run`.
-#[derive(Debug, Args)]
-pub struct RunArgs {
-    /// The vault
-    pub vault: PathBuf,
+/// How a reading is printed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum InstrumentForm {
+    /// For people
+    Table,
+    /// One object on one line
+    Json,
+}
+
+/// What is shown of the engine at work.
+#[derive(Debug, Default, Clone, Args)]
+#[command(next_help_heading = "Instrument")]
+pub struct InstrumentArgs {
+    /// After an answer, show where its time went and how the expert cache fared; =json for one line of JSON
+    #[arg(
+        long,
+        value_name = "FORM",
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = "table",
+        value_enum,
+        hide_possible_values = true
+    )]
+    pub instrument: Option<InstrumentForm>,
+    /// At the end, write a page about the whole run: time, hit rate over ring size, use of experts
+    #[arg(long, value_name = "FILE.html")]
+    pub report: Option<PathBuf>,
+}
+
+/// What is asked.
+#[derive(Debug, Default, Clone, Args)]
+pub struct PromptArgs {
     /// The prompt; read from stdin if neither it nor --tokens-in is given
     pub prompt: Option<String>,
     /// The prompt as token ids, used as they are
     #[arg(long, value_name = "1,2,3", value_delimiter = ',', conflicts_with = "prompt")]
     pub tokens_in: Option<Vec<u32>>,
+    /// Instructions for the model, before the prompt
+    #[arg(long, value_name = "TEXT", conflicts_with = "tokens_in")]
+    pub system: Option<String>,
+    /// Continue the prompt as it stands, without the model's chat template
+    #[arg(long)]
+    pub no_template: bool,
+}
+
+/// `smoe run`.
+#[derive(Debug, Args)]
+pub struct RunArgs {
+    /// The vault
+    pub vault: PathBuf,
+    #[command(flatten)]
+    pub prompt: PromptArgs,
     /// Print the ids of the new tokens alone, separated by spaces, an end token included
     #[arg(long)]
     pub raw_ids: bool,
@@ -188,15 +237,11 @@ pub struct RunArgs {
     /// End when this text appears; may be repeated
     #[arg(long, value_name = "TEXT")]
     pub stop: Vec<String>,
-    /// Instructions for the model, before the prompt
-    #[arg(long, value_name = "TEXT", conflicts_with = "tokens_in")]
-    pub system: Option<String>,
     /// Go on past end tokens
     #[arg(long)]
     pub ignore_eos: bool,
-    /// Continue the prompt as it stands, without the model's chat template
-    #[arg(long)]
-    pub no_template: bool,
+    #[command(flatten)]
+    pub instrument: InstrumentArgs,
     #[command(flatten)]
     pub sampling: SamplingArgs,
     #[command(flatten)]
@@ -214,6 +259,11 @@ pub struct ChatArgs {
     /// The most tokens of an answer
     #[arg(long, value_name = "N", default_value_t = 4096)]
     pub max_tokens: usize,
+    /// Fill the screen: the conversation, and beside it the engine at work
+    #[arg(long, conflicts_with = "instrument")]
+    pub panel: bool,
+    #[command(flatten)]
+    pub instrument: InstrumentArgs,
     #[command(flatten)]
     pub sampling: SamplingArgs,
     #[command(flatten)]
@@ -223,6 +273,11 @@ pub struct ChatArgs {
 /// `smoe demo`.
 #[derive(Debug, Args)]
 pub struct DemoArgs {
+    /// At a terminal, fill the screen: the conversation, and beside it the engine at work
+    #[arg(long, conflicts_with = "instrument")]
+    pub panel: bool,
+    #[command(flatten)]
+    pub instrument: InstrumentArgs,
     #[command(flatten)]
     pub sampling: SamplingArgs,
     #[command(flatten)]
@@ -388,6 +443,79 @@ pub struct BenchArgs {
     pub machine: MachineArgs,
 }
 
+/// `smoe trace`.
+#[derive(Debug, Subcommand)]
+pub enum TraceCommand {
+    /// Write down which experts every token is routed to
+    Record(Box<TraceRecordArgs>),
+    /// Score eviction policies and ring sizes on a recorded trace, without a disk
+    Replay(TraceReplayArgs),
+}
+
+/// `smoe trace record`.
+#[derive(Debug, Args)]
+pub struct TraceRecordArgs {
+    /// The vault
+    pub vault: PathBuf,
+    #[command(flatten)]
+    pub prompt: PromptArgs,
+    /// Instead of a prompt, so many random tokens, one by one
+    #[arg(long, value_name = "N", conflicts_with_all = ["prompt", "tokens_in", "system", "no_template"])]
+    pub random: Option<usize>,
+    /// Where the trace goes
+    #[arg(long, value_name = "FILE")]
+    pub out: PathBuf,
+    /// The most tokens answered to a prompt
+    #[arg(long, value_name = "N", default_value_t = 256)]
+    pub max_tokens: usize,
+    #[command(flatten)]
+    pub sampling: SamplingArgs,
+    #[command(flatten)]
+    pub machine: MachineArgs,
+}
+
+/// `smoe trace replay`.
+#[derive(Debug, Args)]
+pub struct TraceReplayArgs {
+    /// The trace
+    pub trace: PathBuf,
+    /// Sizes of the ring: shares of all experts, or numbers of experts
+    #[arg(
+        long,
+        value_name = "5%,10%,200",
+        value_delimiter = ',',
+        default_value = "5%,10%,20%,30%,40%,50%,75%",
+        value_parser = parse_ring_share
+    )]
+    pub ring: Vec<RingShare>,
+    /// Policies by name, or all; the best that any could do stands below them
+    #[arg(long, value_name = "lru,...|all", value_delimiter = ',', default_value = "all")]
+    pub policy: Vec<String>,
+    /// As JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// A size of the ring.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum RingShare {
+    /// Of all experts.
+    Share(f64),
+    /// So many.
+    Slots(usize),
+}
+
+impl RingShare {
+    /// As slots, 1 at least and no more than all.
+    pub fn slots(self, all: usize) -> usize {
+        let slots = match self {
+            Self::Share(share) => (share * all as f64).round() as usize,
+            Self::Slots(slots) => slots,
+        };
+        slots.clamp(1, all.max(1))
+    }
+}
+
 /// `smoe template`.
 #[derive(Debug, Args)]
 pub struct TemplateArgs {
@@ -450,6 +578,19 @@ fn parse_ring(s: &str) -> Result<RingSize, String> {
         .map_err(|_| "auto, a number of experts, or a size such as 4G".to_owned())
 }
 
+/// `5%` is a share of all experts, `200` a number of them.
+fn parse_ring_share(s: &str) -> Result<RingShare, String> {
+    let size = match s.trim().strip_suffix('%') {
+        Some(share) => share.trim().parse().ok().map(|percent: f64| RingShare::Share(percent / 100.0)),
+        None => s.trim().parse().ok().map(RingShare::Slots),
+    };
+    let fits = |size: &RingShare| match size {
+        RingShare::Share(share) => *share > 0.0 && *share <= 1.0,
+        RingShare::Slots(slots) => *slots > 0,
+    };
+    size.filter(fits).ok_or_else(|| "a share such as 5%, up to 100%, or a number of experts".to_owned())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -475,6 +616,16 @@ mod tests {
         assert_eq!(parse_ring("128"), Ok(RingSize::Slots(128)));
         assert_eq!(parse_ring("1G"), Ok(RingSize::Bytes(1 << 30)));
         assert!(parse_ring("lots").is_err());
+    }
+
+    #[test]
+    fn a_size_to_replay_is_a_share_or_experts() {
+        assert_eq!(parse_ring_share("5%").map(|size| size.slots(200)), Ok(10));
+        assert_eq!(parse_ring_share("0.1%").map(|size| size.slots(200)), Ok(1));
+        assert_eq!(parse_ring_share("300").map(|size| size.slots(200)), Ok(200));
+        for wrong in ["0", "0%", "101%", "-5%", "nan%", "many", ""] {
+            assert!(parse_ring_share(wrong).is_err(), "{wrong}");
+        }
     }
 
     #[test]

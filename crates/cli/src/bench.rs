@@ -1,12 +1,13 @@
 //! `smoe bench`: what a vault does on this machine, against what the machine can do.
 
 mod figures;
-mod machine;
+pub mod machine;
 mod parts;
 mod record;
 mod runs;
 
 use std::io::{self, IsTerminal};
+use std::path::Path;
 use std::time::Instant;
 
 use smoe_engine::{Engine, EngineOptions};
@@ -26,7 +27,7 @@ pub fn bench(args: &BenchArgs) -> Result<(), Failure> {
     let record = match (&args.vault, &args.disk, args.kernels) {
         (None, Some(path), false) => parts::disk(path)?,
         (None, None, true) => parts::kernels(args.machine.threads)?,
-        (Some(_), None, false) => vault(args)?,
+        (Some(path), None, false) => vault(args, path)?,
         _ => return Err(Failure::Usage("bench a VAULT, or --disk FILE, or --kernels".to_owned())),
     };
     if let Some(path) = &args.out {
@@ -38,17 +39,18 @@ pub fn bench(args: &BenchArgs) -> Result<(), Failure> {
         record.print()?;
     }
     if let Some(old) = &args.compare {
-        record.compare(&Record::read(old)?)?;
+        let table = record.compare(&Record::read(old)?);
+        if args.json { eprint!("{table}") } else { say!("{}", table.trim_end()) }
     }
     Ok(())
 }
 
-fn vault(args: &BenchArgs) -> Result<Record, Failure> {
-    let path = args.vault.as_deref().unwrap_or(std::path::Path::new("demo"));
+fn vault(args: &BenchArgs, path: &Path) -> Result<Record, Failure> {
     let vault = model::open_vault(path)?;
     let mut options: EngineOptions = args.machine.options();
     let most = vault.spec.max_context;
     options.plan.context = Some(options.plan.context.unwrap_or(CONTEXT).min(most));
+    options.plan.reserved = figures::buffer_bytes(&vault);
     model::warn_of_memory(&options.plan);
     let started = Instant::now();
     let spinner = progress::spinner("loading the backbone");
@@ -67,14 +69,14 @@ fn vault(args: &BenchArgs) -> Result<Record, Failure> {
     facts.load_bytes = (engine.store_snapshot() - before).disk_bytes;
     facts.load_s = started.elapsed().as_secs_f64();
 
-    let mut bench = Bench::new(engine, args.seed);
-    for run in 0..args.runs.max(1) {
-        bench.run(&|what| {
+    let mut bench = Bench::new(engine, args.seed)?;
+    let runs = args.runs.max(1);
+    for run in 0..runs {
+        bench.run(&mut ceilings, &|what| {
             if io::stderr().is_terminal() {
-                eprint!("\r\x1b[Krun {} of {}: {what}", run + 1, args.runs);
+                eprint!("\r\x1b[Krun {} of {runs}: {what}", run + 1);
             }
         })?;
-        ceilings.again(&mut bench.engine);
     }
     if io::stderr().is_terminal() {
         eprint!("\r\x1b[K");

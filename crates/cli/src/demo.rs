@@ -3,7 +3,7 @@
 use std::io::{self, IsTerminal};
 use std::path::PathBuf;
 
-use crate::args::{ChatArgs, DemoArgs, RunArgs};
+use crate::args::{ChatArgs, DemoArgs, PromptArgs, RunArgs};
 use crate::failure::Failure;
 use crate::{chat, run};
 
@@ -18,20 +18,23 @@ pub fn demo(args: &DemoArgs) -> Result<(), Failure> {
             vault,
             system: None,
             max_tokens: 1024,
+            panel: args.panel,
+            instrument: args.instrument.clone(),
             sampling: args.sampling.clone(),
             machine: args.machine.clone(),
         });
     }
+    if args.panel {
+        eprintln!("note: --panel needs a terminal: a sample answer instead");
+    }
     run::run(&RunArgs {
         vault,
-        prompt: Some(SAMPLE.to_owned()),
-        tokens_in: None,
+        prompt: PromptArgs { prompt: Some(SAMPLE.to_owned()), ..PromptArgs::default() },
         raw_ids: false,
         max_tokens: 512,
         stop: Vec::new(),
-        system: None,
         ignore_eos: false,
-        no_template: false,
+        instrument: args.instrument.clone(),
         sampling: args.sampling.clone(),
         machine: args.machine.clone(),
     })

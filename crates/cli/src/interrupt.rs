@@ -5,18 +5,27 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 static FLAG: AtomicBool = AtomicBool::new(false);
 static INSTALLED: OnceLock<bool> = OnceLock::new();
+static LAST_WORD: OnceLock<fn()> = OnceLock::new();
 
 /// The flag that Ctrl-C (or SIGTERM) sets; installs the handler on first use.
 pub fn flag() -> &'static AtomicBool {
-    INSTALLED.get_or_init(|| {
-        ctrlc::set_handler(|| {
-            if FLAG.swap(true, Ordering::Relaxed) {
-                std::process::exit(130);
-            }
-        })
-        .is_ok()
-    });
+    INSTALLED.get_or_init(|| ctrlc::set_handler(press).is_ok());
     &FLAG
+}
+
+/// What a press does, for who reads the keys himself.
+pub fn press() {
+    if FLAG.swap(true, Ordering::Relaxed) {
+        if let Some(last_word) = LAST_WORD.get() {
+            last_word();
+        }
+        std::process::exit(130);
+    }
+}
+
+/// What to do before a second press ends the process; the first one to ask is heard.
+pub fn before_exit(last_word: fn()) {
+    let _ = LAST_WORD.set(last_word);
 }
 
 /// Takes a press: true once per press.

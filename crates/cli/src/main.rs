@@ -23,6 +23,7 @@ mod chat;
 mod demo;
 mod failure;
 mod inspect;
+mod instrument;
 mod interrupt;
 mod model;
 mod plan;
@@ -32,7 +33,9 @@ mod run;
 mod sculpt;
 mod synth;
 mod template;
+mod trace;
 mod verify;
+mod warmth;
 
 use std::process::ExitCode;
 
@@ -52,6 +55,7 @@ fn main() -> ExitCode {
         Command::Verify(args) => verify::verify(&args),
         Command::Probe(args) => probe::probe(&args),
         Command::Bench(args) => bench::bench(&args),
+        Command::Trace(command) => trace::trace(&command),
         Command::Template(args) => template::template(&args),
     };
     match result {

@@ -12,8 +12,30 @@ pub fn bytes(what: &'static str, total: u64) -> ProgressBar {
 }
 
 /// A bar that counts tokens.
-pub fn tokens(what: &'static str, total: u64) -> ProgressBar {
+fn tokens(what: &'static str, total: u64) -> ProgressBar {
     bar("{msg} [{bar:32}] {pos}/{len} tokens {per_sec} {eta}", total).with_message(what)
+}
+
+/// The bar of a prompt: there from the first report of work that goes on until it is done, or dropped.
+#[derive(Default)]
+pub struct Prefill(Option<ProgressBar>);
+
+impl Prefill {
+    /// So many tokens of so many are done.
+    pub fn at(&mut self, done: usize, total: usize) {
+        if done < total {
+            let bar = self.0.get_or_insert_with(|| tokens("prefilling", total as u64));
+            bar.set_position(done as u64);
+        } else if let Some(bar) = self.0.take() {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+impl Drop for Prefill {
+    fn drop(&mut self) {
+        self.at(0, 0);
+    }
 }
 
 fn bar(template: &str, total: u64) -> ProgressBar {

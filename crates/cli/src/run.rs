@@ -7,15 +7,17 @@ use smoe_engine::{Finish, Limits, Sampler};
 use smoe_text::{ModelText, TemplateInput};
 
 use crate::answer::{Asker, Piece};
-use crate::args::RunArgs;
+use crate::args::{PromptArgs, RunArgs};
 use crate::failure::Failure;
+use crate::instrument::Display;
 use crate::model;
+use crate::progress::Prefill;
 
 /// Runs the command.
 pub fn run(args: &RunArgs) -> Result<(), Failure> {
     let vault = model::open_vault(&args.vault)?;
     let text = model::open_text(&vault)?;
-    let prompt = prompt_tokens(args, &text)?;
+    let prompt = prompt_tokens(&args.prompt, &text)?;
     if text.tokenizer.is_none() && !args.raw_ids {
         eprintln!("note: the vault has no tokenizer: printing token ids");
     }
@@ -24,6 +26,8 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     let end_tokens = if args.ignore_eos { Vec::new() } else { text.end_tokens.clone() };
     let limits = Limits { max_tokens: args.max_tokens, end_tokens };
     let mut session = engine.open_session()?;
+    let mut display = Display::begin(&args.instrument, &mut engine)?;
+    let mut bar = Prefill::default();
     let ids_only = args.raw_ids || text.tokenizer.is_none();
     let mut out = io::stdout().lock();
     let answer = Asker {
@@ -37,26 +41,31 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     }
     .answer(&prompt, &mut |piece| {
         match piece {
+            Piece::Prompt { done, total } => bar.at(done, total),
             Piece::Text(text) if !ids_only => out.write_all(text.as_bytes())?,
             Piece::Token { id, first: true } if ids_only => write!(out, "{id}")?,
             Piece::Token { id, .. } if ids_only => write!(out, " {id}")?,
-            _ => return Ok(()),
+            Piece::Token { .. } | Piece::Text(_) => return Ok(()),
         }
         out.flush()
     });
+    drop(bar);
     writeln!(out)?;
     let answer = answer?;
     if answer.finish == Finish::ContextFull {
         eprintln!("note: the context of {} positions is full", engine.info().plan.context);
     }
-    eprintln!("{}", answer.figures);
+    display.keep(&answer);
+    display.print(&answer, true);
+    display.end(&mut engine)?;
     if answer.finish == Finish::Stopped && answer.interrupted {
         return Err(Failure::Interrupted);
     }
     Ok(())
 }
 
-fn prompt_tokens(args: &RunArgs, text: &ModelText) -> Result<Vec<u32>, Failure> {
+/// The tokens of a prompt, in the model's chat template unless it stands for itself.
+pub fn prompt_tokens(args: &PromptArgs, text: &ModelText) -> Result<Vec<u32>, Failure> {
     if let Some(ids) = &args.tokens_in {
         return Ok(ids.clone());
     }

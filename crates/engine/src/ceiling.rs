@@ -19,6 +19,8 @@ use crate::EngineError;
 pub struct MemoryCeiling {
     /// The best pass.
     pub bytes_per_s: f64,
+    /// The median pass.
+    pub median_bytes_per_s: f64,
     /// Bytes of the buffer that was streamed.
     pub buffer_bytes: usize,
     /// Threads.
@@ -64,9 +66,16 @@ pub fn memory(buffer: &[u8], kernels: Kernels, threads: usize, passes: usize) ->
         }
     });
     let times = times.into_inner().unwrap_or_default();
-    let seconds = times.into_iter().flatten().map(|(start, end)| (end - start).as_secs_f64());
-    let best = seconds.fold(f64::INFINITY, f64::min);
-    MemoryCeiling { bytes_per_s: buffer.len() as f64 / best, buffer_bytes: buffer.len(), threads }
+    let seconds = |(start, end): (Instant, Instant)| (end - start).as_secs_f64();
+    let mut seconds: Vec<f64> = times.into_iter().flatten().map(seconds).collect();
+    seconds.sort_unstable_by(f64::total_cmp);
+    let rate = |i: usize| buffer.len() as f64 / seconds.get(i).copied().unwrap_or(f64::NAN);
+    MemoryCeiling {
+        bytes_per_s: rate(0),
+        median_bytes_per_s: rate(seconds.len() / 2),
+        buffer_bytes: buffer.len(),
+        threads,
+    }
 }
 
 /// A disk read at several depths.
@@ -82,10 +91,54 @@ pub struct DiskCeiling {
     pub read_bytes: usize,
 }
 
+impl DiskCeiling {
+    /// The depth at which random reads were fastest.
+    #[must_use]
+    pub fn best_depth(&self) -> usize {
+        self.depths.iter().max_by(|a, b| a.1.total_cmp(&b.1)).map_or(1, |(depth, _)| *depth)
+    }
+}
+
 /// Depths that are tried.
-const DEPTHS: [usize; 5] = [1, 2, 4, 8, 16];
+const DEPTHS: [usize; 4] = [1, 2, 4, 8];
 /// Bytes of a sequential read, and how many are in flight.
-const SEQUENTIAL: (usize, usize) = (8 << 20, 4);
+const SEQUENTIAL: (usize, usize) = (4 << 20, 4);
+
+/// Memory that [`disk`] takes for reads of `read_bytes`.
+#[must_use]
+pub fn disk_buffer_bytes(read_bytes: usize) -> usize {
+    (DEPTHS[DEPTHS.len() - 1] * read_bytes).max(SEQUENTIAL.0 * SEQUENTIAL.1)
+}
+
+/// Random reads of `read_bytes` for `time`, `depth` in flight: bytes per second. [`disk`] finds the best depth.
+///
+/// # Errors
+/// As [`disk`].
+pub fn disk_at(
+    disk: &dyn Disk,
+    read_bytes: usize,
+    depth: usize,
+    time: Duration,
+    seed: u64,
+) -> Result<f64, EngineError> {
+    let pieces = pieces(disk, read_bytes)?;
+    // xorshift has no way out of 0.
+    let mut seed = seed | 1;
+    // A permutation: no piece is read twice before all have been.
+    let (start, step) = (random(&mut seed) as usize, odd_step(pieces, &mut seed));
+    let place = |i: usize| (i.wrapping_mul(step).wrapping_add(start) % pieces * read_bytes) as u64;
+    read(disk, read_bytes, depth, time, &place)
+}
+
+fn pieces(disk: &dyn Disk, read_bytes: usize) -> Result<usize, EngineError> {
+    match disk.len() / read_bytes.max(1) as u64 {
+        0 => {
+            let what = format!("shorter than a read of {read_bytes} bytes");
+            Err(EngineError::Damaged { file: disk.name().to_owned(), what })
+        }
+        pieces => Ok(pieces as usize),
+    }
+}
 
 /// Reads pieces of `read_bytes` at random places that are multiples of it, at several depths for `time` each,
 /// and large pieces one after the other.
@@ -93,18 +146,11 @@ const SEQUENTIAL: (usize, usize) = (8 << 20, 4);
 /// # Errors
 /// If a read fails or the file is shorter than a piece.
 pub fn disk(disk: &dyn Disk, read_bytes: usize, time: Duration) -> Result<DiskCeiling, EngineError> {
-    let pieces = (disk.len() / read_bytes.max(1) as u64) as usize;
-    if pieces == 0 {
-        let what = format!("shorter than a read of {read_bytes} bytes");
-        return Err(EngineError::Damaged { file: disk.name().to_owned(), what });
-    }
+    pieces(disk, read_bytes)?;
     let mut seed = 1337;
     let mut depths = Vec::new();
     for depth in DEPTHS {
-        // A permutation: no piece is read twice before all have been.
-        let (start, step) = (random(&mut seed) as usize, odd_step(pieces, &mut seed));
-        let place = |i: usize| (i.wrapping_mul(step).wrapping_add(start) % pieces * read_bytes) as u64;
-        depths.push((depth, read(disk, read_bytes, depth, time, &place)?));
+        depths.push((depth, disk_at(disk, read_bytes, depth, time, random(&mut seed))?));
     }
     let (bytes, depth) = SEQUENTIAL;
     let bytes = bytes.min(disk.len() as usize / read_bytes * read_bytes);
@@ -187,6 +233,28 @@ pub struct ProductRate {
     pub macs_per_s: f64,
     /// Bytes of weights; of memory, for the stream.
     pub bytes_per_s: f64,
+}
+
+/// What a fork and join of the compute pool costs: seconds, the median of many jobs of one task per thread, one
+/// right after the other as a layer's are. A task ends when all have begun, so that every thread has one.
+#[must_use]
+pub fn fork_join(threads: usize) -> f64 {
+    let pool = Pool::new(threads, false);
+    let mut seconds: Vec<f64> = (0..20_000)
+        .map(|_| {
+            let (start, begun) = (Instant::now(), AtomicUsize::new(0));
+            pool.run(threads, &|_| {
+                begun.fetch_add(1, Ordering::Relaxed);
+                // A pool that got fewer threads than it asked for runs tasks one after the other.
+                while pool.threads() == threads && begun.load(Ordering::Relaxed) < threads {
+                    std::hint::spin_loop();
+                }
+            });
+            start.elapsed().as_secs_f64()
+        })
+        .collect();
+    seconds.sort_unstable_by(f64::total_cmp);
+    seconds[seconds.len() / 2]
 }
 
 /// Bytes of weights that products cycle over: beyond most caches.

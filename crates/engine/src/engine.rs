@@ -13,8 +13,8 @@ use smoe_meter::{
     StoreSnapshot,
 };
 use smoe_store::{
-    ArenaMemory, DirectIo, Disk, FileDisk, Lease, OpenMode, Order, Record, RecordDecoder, Store, StoreConfig,
-    StoreError, Want, replay::Trace,
+    ArenaMemory, DirectIo, Disk, FileDisk, Lease, OpenMode, Order, PolicyKind, Record, RecordDecoder, Store,
+    StoreConfig, StoreError, Want, replay::Trace,
 };
 
 use crate::EngineError;
@@ -45,6 +45,9 @@ pub struct EngineOptions {
     pub verify: bool,
     /// Direct or buffered reads; automatic by default.
     pub disk: OpenMode,
+    /// Reads in flight at once; `None` takes what suits the size of a record. An original's files, which are
+    /// decoded as they are read, always have the same.
+    pub readers: Option<usize>,
     /// When decoding, after each layer, experts of the next layer that are read ahead: so many of the highest
     /// in the ranking of its router over this layer's output. 0 is off.
     pub look_ahead: usize,
@@ -61,14 +64,28 @@ impl Default for EngineOptions {
             kernels: None,
             verify: true,
             disk: OpenMode::Auto,
+            readers: None,
             look_ahead: 0,
             spec: 0,
         }
     }
 }
 
-/// Reads of 2 MB and more saturate a drive with 2 to 8 in flight: EXP-STORE-05.
+/// Whom the ring evicts: EXP-STORE-09.
+pub const POLICY: PolicyKind = PolicyKind::Lrfu;
+/// Threads that read the backbone, and experts of some MB.
 const READERS: usize = 4;
+/// The most that may be asked for.
+const MAX_READERS: usize = 64;
+
+/// Reads in flight that saturate a drive, by the size of a record: EXP-STORE-05.
+const fn readers(record_bytes: u64) -> usize {
+    match record_bytes {
+        0x20_0000.. => READERS,
+        0x8_0000.. => 2 * READERS,
+        _ => 4 * READERS,
+    }
+}
 
 /// Steps whose figures are kept: some minutes of decoding.
 const STEPS: usize = 4096;
@@ -380,13 +397,12 @@ impl Engine {
         Ok(())
     }
 
-    /// Empties the ring, down to its floor: what a bench calls cold. Nothing if the ring holds every expert.
+    /// Empties the ring: what a bench calls cold. Nothing if the ring holds every expert.
     pub fn forget_experts(&mut self) {
         if !self.plan.holds_all() {
-            self.store.set_limit(0);
-            self.store.set_limit(self.plan.ring_slots);
+            self.store.forget();
         }
-        self.watch.forget_unless_continued(&[]);
+        self.watch.begin_step(&[]);
     }
 
     /// Streams the ring's memory with all threads, `passes` times: the ceiling that decoding from memory is
@@ -447,10 +463,9 @@ impl Engine {
             self.place(session, chunk.len())?;
             self.run_step(chunk, first, control, None)?;
             session.tokens.extend_from_slice(chunk);
-            if last {
-                self.compute_logits(session, chunk.len() - 1)?;
-            }
+            let logits = if last { self.compute_logits(session, chunk.len() - 1) } else { Ok(()) };
             self.end_step();
+            logits?;
             done += chunk.len();
             self.prefilled = (done, total);
             control.report(done, total);
@@ -461,7 +476,8 @@ impl Engine {
     /// Appends one token. Afterwards [`Session::logits`] are those after it.
     ///
     /// # Errors
-    /// If the context is full, the id unknown, or a read fails; if cancelled: the token is not appended then.
+    /// If the context is full, the id unknown, or a read fails; if cancelled: the token is not appended then. If
+    /// the logits are not finite; it is then.
     ///
     /// # Panics
     /// If the session is another engine's.
@@ -481,9 +497,9 @@ impl Engine {
         self.place(session, 1)?;
         self.run_step(&[token], position, control, None)?;
         session.tokens.push(token);
-        self.compute_logits(session, 0)?;
+        let logits = self.compute_logits(session, 0);
         self.end_step();
-        Ok(())
+        logits
     }
 
     /// Draws from [`Session::logits`].
@@ -611,7 +627,7 @@ impl Engine {
     ) -> Result<(), EngineError> {
         self.clock.begin_step();
         self.store_before = self.store_meter.snapshot();
-        self.watch.forget_unless_continued(&self.rows);
+        self.watch.begin_step(&self.rows);
         self.backend.embed(tokens)?;
         let mut moe_index = 0;
         for layer in 0..self.spec.n_layers() {
@@ -622,6 +638,9 @@ impl Engine {
             }
             if let Some(observer) = &mut observer {
                 observer.hidden(layer, first, self.backend.hidden()?);
+            }
+            if let Some(slots) = self.governor.advise(self.store.limit()) {
+                self.store.set_limit(slots);
             }
             let is_moe = self.spec.layers[layer] == FfnKind::Moe;
             if is_moe && layer > 0 && tokens.len() == 1 {
@@ -704,7 +723,8 @@ impl Engine {
         let mut demand = self.store.demand(&self.wants, order)?;
         let sweeps = self.wants.len() as f64 >= SWEEP_SHARE * self.spec.moe.n_experts as f64;
         if sweeps && self.rows.len() > 1 && self.spec.layers.get(layer + 1) == Some(&FfnKind::Moe) {
-            let stamp = self.tokens_done + self.rows.len() as u64;
+            // As old as the step: what is demanded indeed gets its own stamp.
+            let stamp = self.tokens_done + 1;
             let key = |expert| ExpertKey { layer: layer as u32 + 1, expert };
             self.wants.clear();
             self.wants.extend((0..self.spec.moe.n_experts as u32).map(key).map(|key| Want { key, stamp }));
@@ -752,9 +772,6 @@ impl Engine {
             phases,
             store: self.store_meter.snapshot() - self.store_before,
         });
-        if let Some(slots) = self.governor.advise(self.store.limit()) {
-            self.store.set_limit(slots);
-        }
     }
 }
 
@@ -795,8 +812,14 @@ fn open_store(
     let decoder: Option<Arc<dyn RecordDecoder>> =
         if experts.original.is_empty() { None } else { Some(Arc::new(Retile::new(vault))) };
     let config = StoreConfig {
-        readers: READERS,
+        // Each reader that decodes has a buffer, which the plan counts.
+        readers: match options.readers {
+            _ if decoder.is_some() => READERS,
+            Some(n) => n.clamp(1, MAX_READERS),
+            None => readers(plan.slot_bytes),
+        },
         floor: plan.ring_floor,
+        policy: POLICY,
         verify: options.verify,
         ..StoreConfig::new(plan.ring_slots, plan.slot_bytes as usize)
     };

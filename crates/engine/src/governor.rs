@@ -15,7 +15,7 @@ use crate::memory;
 /// Time between two looks.
 const PERIOD: Duration = Duration::from_millis(250);
 /// Of all memory, and of a cgroup's limit, so much is left free: 1/64. The ring shrinks below that.
-const RESERVE: u64 = 64;
+pub(crate) const RESERVE: u64 = 64;
 /// The ring grows while this many reserves are free.
 const ROOMY: u64 = 4;
 /// How long there must have been room before it grows.
@@ -87,7 +87,8 @@ impl Governor {
         if slots >= self.planned || now.saturating_duration_since(since) < PATIENCE {
             return None;
         }
-        let room = ((free - 2 * reserve) / self.slot_bytes) as usize;
+        // Growing must not lead to where it shrinks.
+        let room = ((free - ROOMY * reserve) / self.slot_bytes) as usize;
         let more = (slots + step.min(room)).min(self.planned);
         (more > slots).then_some(more)
     }
@@ -123,36 +124,42 @@ impl Sources {
     /// None if nothing tells.
     fn read(&self) -> Option<Signs> {
         let mut buffer = [0; 8192];
-        let mut signs: Option<Signs> = None;
-        let mut take = |free: u64, limit: u64| {
-            let own = Signs { free, reserve: limit / RESERVE, stalled: 0.0 };
-            let tighter =
-                |a: &Signs, b: &Signs| a.free as f64 / a.reserve as f64 <= b.free as f64 / b.reserve as f64;
-            signs = Some(signs.filter(|signs| tighter(signs, &own)).unwrap_or(own));
-        };
-        if let Some(text) = self.meminfo.as_ref().and_then(|file| read(file, &mut buffer)) {
-            let field = |name| memory::meminfo_field(text, name);
-            if let (Some(free), Some(total)) = (field("MemAvailable:"), field("MemTotal:")) {
-                take(free, total);
-            }
-        }
-        for (limit, usage, stat) in &self.groups {
-            let Some(used) = read(usage, &mut buffer).and_then(|text| text.trim().parse::<u64>().ok()) else {
-                continue;
-            };
-            // Pages of files that nobody uses now go before anything is refused.
-            let cached = read(stat, &mut buffer).and_then(|text| {
-                let line = text.lines().find_map(|line| line.strip_prefix("inactive_file "))?;
-                line.trim().parse::<u64>().ok()
-            });
-            take(limit.saturating_sub(used.saturating_sub(cached.unwrap_or(0))), *limit);
-        }
+        let signs =
+            |free: u64, limit: u64, stalled| Signs { free, reserve: (limit / RESERVE).max(1), stalled };
         let stalled = self.pressure.as_ref().and_then(|file| {
             let text = read(file, &mut buffer)?;
             let full = text.lines().find_map(|line| line.strip_prefix("full "))?;
             full.split(' ').find_map(|field| field.strip_prefix("avg10="))?.parse().ok()
         });
-        signs.map(|signs| Signs { stalled: stalled.unwrap_or(0.0), ..signs })
+        let machine = self.meminfo.as_ref().and_then(|file| {
+            let text = read(file, &mut buffer)?;
+            let field = |name| memory::meminfo_field(text, name);
+            // The pressure is the machine's: it says nothing where a cgroup is tighter.
+            Some(signs(field("MemAvailable:")?, field("MemTotal:")?, stalled.unwrap_or(0.0)))
+        });
+        let mut tightest = machine;
+        for (limit, usage, stat) in &self.groups {
+            let Some(used) = read(usage, &mut buffer).and_then(|text| text.trim().parse::<u64>().ok()) else {
+                continue;
+            };
+            // Pages of files that nobody uses now go before anything is refused. Version 1 counts those of groups
+            // below apart, version 2 does not.
+            let cached = read(stat, &mut buffer).and_then(|text| {
+                let field = |name| text.lines().find_map(|line| line.strip_prefix(name));
+                let line = field("total_inactive_file ").or_else(|| field("inactive_file "))?;
+                line.trim().parse::<u64>().ok()
+            });
+            let group = signs(limit.saturating_sub(used.saturating_sub(cached.unwrap_or(0))), *limit, 0.0);
+            tightest = Some(tightest.filter(|signs| signs.slack() <= group.slack()).unwrap_or(group));
+        }
+        tightest
+    }
+}
+
+impl Signs {
+    /// How many reserves are free.
+    fn slack(&self) -> f64 {
+        self.free as f64 / self.reserve as f64
     }
 }
 
@@ -201,6 +208,7 @@ mod tests {
         assert_eq!(governor.decide(signs(1000, 0.0), 100, at(6)), Some(110));
         assert_eq!(governor.decide(signs(1000, 0.0), 155, at(7)), Some(160));
         assert_eq!(governor.decide(signs(1000, 0.0), 160, at(8)), None);
+        assert_eq!(governor.decide(signs(403, 0.0), 100, at(8)), Some(103), "to where it is roomy still");
         // A squeeze in between, and patience begins anew.
         assert_eq!(governor.decide(signs(300, 0.0), 110, at(9)), None);
         assert_eq!(governor.decide(signs(1000, 0.0), 110, at(10)), None);
@@ -243,6 +251,8 @@ mod tests {
         write("sys/fs/cgroup/a/memory.current", "31457280\n");
         write("sys/fs/cgroup/a/memory.stat", "anon 5\ninactive_file 1048576\nactive_file 9\n");
         write("proc/pressure/memory", "some avg10=8.00 avg60=0\nfull avg10=6.50 avg60=0.00 total=1\n");
-        assert_eq!(read(), Some(Signs { free: 3 * MB, reserve: MB / 2, stalled: 6.5 }));
+        assert_eq!(read(), Some(Signs { free: 3 * MB, reserve: MB / 2, stalled: 0.0 }));
+        write("proc/meminfo", "MemTotal: 65536 kB\nMemAvailable: 2048 kB\n");
+        assert_eq!(read(), Some(Signs { free: 2 * MB, reserve: MB, stalled: 6.5 }));
     }
 }

@@ -29,7 +29,8 @@ mod watch;
 mod weights;
 
 pub use engine::{
-    Control, Engine, EngineInfo, EngineOptions, Finish, Limits, Meters, Observer, kernels, plan as plan_vault,
+    Control, Engine, EngineInfo, EngineOptions, Finish, Limits, Meters, Observer, POLICY, kernels,
+    plan as plan_vault,
 };
 pub use error::EngineError;
 pub use routes::Routes;

@@ -19,8 +19,11 @@ pub struct MemoryFacts {
 
 /// Share of the limit that is never exceeded; the rest belongs to the system: EXP-MEMORY-02.
 const SHARE: (u64, u64) = (7, 8);
-/// Left free of what is available now: page tables, thread stacks, other programs' small growth.
+/// Left free of what is available now, at least: page tables, thread stacks, other programs' small growth.
 const MARGIN: u64 = 256 << 20;
+/// And at least this part of the limit: three times what the governor keeps free, so that a ring that has just been
+/// filled is not emptied at once.
+const MARGIN_SHARE: u64 = 3;
 
 impl MemoryFacts {
     /// Reads them.
@@ -51,7 +54,10 @@ impl MemoryFacts {
     pub fn budget(&self) -> u64 {
         let share = self.limit() / SHARE.1 * SHARE.0;
         match self.available {
-            Some(available) => share.min(available.saturating_sub(MARGIN)),
+            Some(available) => {
+                let margin = MARGIN.max(MARGIN_SHARE * (self.limit() / crate::governor::RESERVE));
+                share.min(available.saturating_sub(margin))
+            }
             None => share,
         }
     }
@@ -138,7 +144,7 @@ mod tests {
     fn without_a_cgroup_the_machine_is_the_limit() {
         let facts = machine(&[("proc/meminfo", MEMINFO), ("proc/self/cgroup", "0::/user\n")]);
         assert_eq!(facts.limit(), 16 << 30);
-        assert_eq!(facts.budget(), (8 << 30) - MARGIN);
+        assert_eq!(facts.budget(), (8 << 30) - 3 * (16 << 30) / 64);
     }
 
     #[test]

@@ -10,6 +10,9 @@ use crate::backend::Row;
 use crate::kv::SeqId;
 use crate::routes::Routes;
 
+/// Expert ids of the longest trace: 8 MB, ten thousand tokens of a model with 48 layers and 8 experts each.
+const TRACE_IDS: usize = 4 << 20;
+
 /// The router logits of the last decoded token, and the counters fed from them.
 #[derive(Debug)]
 pub(crate) struct RouteWatch {
@@ -17,8 +20,10 @@ pub(crate) struct RouteWatch {
     n_experts: usize,
     /// `[MoE layers, experts]`: logits of the last decoded token.
     last: Vec<f32>,
-    /// Whose they are: a session and the position that continues it.
+    /// Whose they are: a session and the position that continues it. None while a step runs.
     next: Option<(SeqId, u32)>,
+    /// The running step continues what `last` is of.
+    continues: bool,
     /// `[experts]`: logits of the look-ahead into the layer that comes.
     ahead: Vec<f32>,
     ahead_is_fresh: bool,
@@ -35,6 +40,7 @@ impl RouteWatch {
             n_experts,
             last: vec![0.0; layers * n_experts],
             next: None,
+            continues: false,
             ahead: vec![0.0; n_experts],
             ahead_is_fresh: false,
             trace: None,
@@ -77,10 +83,12 @@ impl RouteWatch {
             self.step_ids.extend(tokens.map(|&expert| expert as u16));
         }
         let fresh = std::mem::take(&mut self.ahead_is_fresh);
-        let [row] = rows else { return };
+        if rows.len() != 1 {
+            return;
+        }
         let last = &mut self.last[index * self.n_experts..(index + 1) * self.n_experts];
         let (experts, _) = routes.of_token(0);
-        if self.next == Some((row.seq, row.position)) {
+        if self.continues {
             experts.iter().for_each(|&e| self.meter.rank_before(rank(last, e as usize)));
         }
         if fresh {
@@ -96,17 +104,21 @@ impl RouteWatch {
             _ => None,
         };
         if let Some(trace) = &mut self.trace {
-            // Only a trace that has reached its greatest length refuses; it stays as it is then.
-            let _ = trace.push(rows.len() as u32, &self.step_ids);
+            // A trace that has reached its length stays as it is; else `push` takes what a step gives.
+            let so_far = trace.n_tokens() as usize * trace.n_layers() * trace.top_k();
+            if so_far + self.step_ids.len() <= TRACE_IDS {
+                let _ = trace.push(rows.len() as u32, &self.step_ids);
+            }
         }
         self.step_ids.clear();
     }
 
-    /// A step of `rows` begins: what is kept of the token before is of use only if it continues it.
-    pub(crate) fn forget_unless_continued(&mut self, rows: &[Row]) {
+    /// A step of `rows` begins: what is kept of the token before is of use only if it continues it. Should the step
+    /// fail, nothing is known of a token before.
+    pub(crate) fn begin_step(&mut self, rows: &[Row]) {
         self.ahead_is_fresh = false;
         self.step_ids.clear();
-        self.next = self.next.filter(|&(seq, position)| *rows == [Row { seq, position }]);
+        self.continues = self.next.take().is_some_and(|(seq, position)| *rows == [Row { seq, position }]);
     }
 }
 

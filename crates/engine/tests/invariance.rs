@@ -39,7 +39,7 @@ fn ring_chunk_threads_and_kernels_do_not_change_a_bit() {
                     same(&format!("ring {ring}, chunk {chunk}"), &options);
                 }
             }
-            for kernels in ["scalar", "avx2", "avx512"] {
+            for kernels in ["scalar", "avx2", "avx512", "neon"] {
                 if smoe_engine::kernels(Some(kernels)).is_err() {
                     eprintln!("SKIPPED: this machine has no {kernels}");
                     continue;
@@ -79,6 +79,69 @@ fn prefill_of_n_tokens_is_n_decode_steps() {
                 engine.decode(&mut session, token, &mut Control::default()).unwrap();
             }
             assert_eq!(bits(session.logits()), prefilled, "{kv:?}");
+        }
+    }
+}
+
+/// Longer than a block of attention and than one kernel call's pairs: experts come in ascending order, one expert's
+/// tokens are served in several calls, and the next layer is read ahead.
+#[test]
+fn a_long_prefill_is_the_same_however_it_is_cut() {
+    for model in TinyModel::all(13) {
+        let dir = tempfile::tempdir().unwrap();
+        let vault = write_tiny(dir.path(), &model, "q4/64", "q8/64");
+        let tokens = 1000;
+        assert!(tokens * vault.spec.moe.top_k > 1024, "long enough to be summed in order");
+        let prompt = model.prompt(tokens, 5);
+        let logits = |ring: usize, chunk: usize, threads: usize| {
+            let mut options = options(RingSize::Slots(ring), chunk, threads);
+            options.plan.context = Some(tokens);
+            let mut engine = open(&vault, &options);
+            let mut session = engine.open_session().unwrap();
+            engine.sync(&mut session, &prompt, &mut Control::default()).unwrap();
+            (bits(session.logits()), engine.store_snapshot())
+        };
+        let (floor, all) = (vault.spec.moe.top_k, vault.experts.records.len());
+        let (expected, _) = logits(all, 50, 1);
+        for (ring, chunk, threads) in
+            [(all, 1000, 2), (floor, 1000, 2), (floor, 1000, 1), (floor + 3, 600, 2)]
+        {
+            let (got, store) = logits(ring, chunk, threads);
+            assert_eq!(got, expected, "ring {ring}, chunk {chunk}, {threads} threads");
+            if chunk == tokens {
+                assert!(store.loads <= all as u64, "{} experts read of {all}", store.loads);
+            }
+        }
+    }
+}
+
+#[test]
+fn reading_ahead_changes_no_bit() {
+    for model in TinyModel::all(14) {
+        let dir = tempfile::tempdir().unwrap();
+        let vault = write_tiny(dir.path(), &model, "q4/64", "q8/64");
+        let (prompt, answer) = (model.prompt(20, 3), model.prompt(40, 4));
+        let run = |look_ahead, spec, readers| {
+            let ring = RingSize::Slots(vault.spec.moe.top_k + 2);
+            let options = EngineOptions { look_ahead, spec, readers, ..options(ring, 16, 2) };
+            let mut engine = open(&vault, &options);
+            let mut session = engine.open_session().unwrap();
+            engine.sync(&mut session, &prompt, &mut Control::default()).unwrap();
+            let before = engine.store_snapshot();
+            let step = |&token| {
+                engine.decode(&mut session, token, &mut Control::default()).unwrap();
+                bits(session.logits())
+            };
+            let logits: Vec<_> = answer.iter().map(step).collect();
+            (logits, engine.store_snapshot() - before)
+        };
+        let (expected, plain) = run(0, 0, None);
+        assert_eq!(plain.ahead_reads, 0, "when decoding nothing is read ahead unless asked");
+        for (look_ahead, spec, readers) in [(3, 0, None), (0, 4, None), (2, 2, Some(1)), (100, 100, Some(9))]
+        {
+            let (got, store) = run(look_ahead, spec, readers);
+            assert_eq!(got, expected, "look-ahead {look_ahead}, spec {spec}, readers {readers:?}");
+            assert!(store.ahead_reads + store.ahead_late > 0, "something was read ahead");
         }
     }
 }

@@ -12,9 +12,9 @@ use crate::activations::Quantised;
 use crate::{Kernels, Matrix, Pool, Shard};
 
 /// Multiply-adds below which a fork does not pay: some microseconds of work.
-const FORK: usize = 1 << 18;
+pub(crate) const FORK: usize = 1 << 18;
 /// Tasks per thread of a product: enough to balance, few enough that each streams some hundred KB.
-pub(crate) const TASKS_PER_THREAD: usize = 4;
+pub(crate) const TASKS_PER_THREAD: usize = 8;
 
 /// What a layer's matrices are multiplied by: the activations in `f32`, and as int8 codes in every group
 /// size that the coded matrices among them need.

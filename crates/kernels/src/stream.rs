@@ -22,7 +22,7 @@ impl Op for Stream<'_> {
         for step in self.0.as_chunks::<STEP>().0 {
             for (i, sum) in sums.iter_mut().enumerate() {
                 let at = step[4 * LANES * i..].as_ptr();
-                s.prefetch(at.wrapping_add(4096));
+                s.prefetch(at.wrapping_add(8192));
                 // SAFETY: 64 bytes of the step from `i * 64` on.
                 *sum = s.add(*sum, unsafe { s.load_f32(at) });
             }

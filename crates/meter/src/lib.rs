@@ -6,12 +6,14 @@
 //! This crate formats nothing and does not know who reads it.
 #![forbid(unsafe_code)]
 
+mod busy;
 mod counter;
 mod phase;
 mod routing;
 mod step;
 mod store;
 
+pub use busy::Busy;
 pub use counter::Counter;
 pub use phase::{Phase, PhaseClock, PhaseMeter, PhaseSnapshot};
 pub use routing::{RouteMeter, RouteSnapshot};

@@ -6,7 +6,7 @@
 
 use crate::Counter;
 use crate::counter::nanoseconds;
-use std::ops::Sub;
+use std::ops::{Add, Sub};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -112,6 +112,18 @@ impl Sub for PhaseSnapshot {
         Self {
             phase_ns: std::array::from_fn(|i| self.phase_ns[i].saturating_sub(earlier.phase_ns[i])),
             steps: self.steps.saturating_sub(earlier.steps),
+        }
+    }
+}
+
+impl Add for PhaseSnapshot {
+    type Output = Self;
+
+    /// What was charged in two intervals together.
+    fn add(self, other: Self) -> Self {
+        Self {
+            phase_ns: std::array::from_fn(|i| self.phase_ns[i] + other.phase_ns[i]),
+            steps: self.steps + other.steps,
         }
     }
 }
@@ -227,6 +239,7 @@ mod tests {
         assert_eq!((total.steps(), total.total_ns()), (3, 90));
         assert_eq!((total.phase_ns(Phase::Other), total.phase_ns(Phase::Experts)), (30, 60));
         assert_eq!((total - total).total_ns(), 0);
+        assert_eq!(total + total - total, total);
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! What the expert store counts.
 
-use crate::Counter;
-use std::ops::Sub;
+use crate::{Busy, Counter};
+use std::ops::{Add, Sub};
 
 /// The counters of one expert store.
 ///
@@ -37,6 +37,8 @@ pub struct StoreMeter {
     pub reads: Counter,
     /// Bytes delivered by those reads (readers).
     pub disk_bytes: Counter,
+    /// Time in which at least one disk read was under way, in nanoseconds (readers).
+    pub busy: Busy,
     /// Time inside disk reads, failed ones included, summed over reader threads, in nanoseconds (readers).
     pub read_ns: Counter,
     /// Time spent on checksums, summed over reader threads, in nanoseconds (readers).
@@ -68,6 +70,7 @@ impl StoreMeter {
             ahead_errors: self.ahead_errors.get(),
             reads: self.reads.get(),
             disk_bytes: self.disk_bytes.get(),
+            busy_ns: self.busy.get(),
             read_ns: self.read_ns.get(),
             check_ns: self.check_ns.get(),
             decode_ns: self.decode_ns.get(),
@@ -95,6 +98,7 @@ pub struct StoreSnapshot {
     pub ahead_errors: u64,
     pub reads: u64,
     pub disk_bytes: u64,
+    pub busy_ns: u64,
     pub read_ns: u64,
     pub check_ns: u64,
     pub decode_ns: u64,
@@ -104,6 +108,11 @@ pub struct StoreSnapshot {
 }
 
 impl StoreSnapshot {
+    /// Bytes per second while at least one read was under way; none if nothing was read.
+    pub fn read_bytes_per_s(&self) -> Option<f64> {
+        (self.busy_ns > 0).then(|| self.disk_bytes as f64 / (self.busy_ns as f64 / 1e9))
+    }
+
     /// The share of demanded experts that needed no read; none if nothing was demanded.
     ///
     /// Demand only: what preloading or speculation reads moves neither side of it, and nor do failed reads.
@@ -132,12 +141,43 @@ impl Sub for StoreSnapshot {
             ahead_errors: self.ahead_errors.saturating_sub(earlier.ahead_errors),
             reads: self.reads.saturating_sub(earlier.reads),
             disk_bytes: self.disk_bytes.saturating_sub(earlier.disk_bytes),
+            busy_ns: self.busy_ns.saturating_sub(earlier.busy_ns),
             read_ns: self.read_ns.saturating_sub(earlier.read_ns),
             check_ns: self.check_ns.saturating_sub(earlier.check_ns),
             decode_ns: self.decode_ns.saturating_sub(earlier.decode_ns),
             read_errors: self.read_errors.saturating_sub(earlier.read_errors),
             checksum_errors: self.checksum_errors.saturating_sub(earlier.checksum_errors),
             decode_errors: self.decode_errors.saturating_sub(earlier.decode_errors),
+        }
+    }
+}
+
+impl Add for StoreSnapshot {
+    type Output = Self;
+
+    /// What was counted in two intervals together.
+    fn add(self, other: Self) -> Self {
+        Self {
+            demand_hits: self.demand_hits + other.demand_hits,
+            demand_misses: self.demand_misses + other.demand_misses,
+            evictions: self.evictions + other.evictions,
+            wait_ns: self.wait_ns + other.wait_ns,
+            loads: self.loads + other.loads,
+            ahead_reads: self.ahead_reads + other.ahead_reads,
+            ahead_bytes: self.ahead_bytes + other.ahead_bytes,
+            ahead_hits: self.ahead_hits + other.ahead_hits,
+            ahead_late: self.ahead_late + other.ahead_late,
+            ahead_waste: self.ahead_waste + other.ahead_waste,
+            ahead_errors: self.ahead_errors + other.ahead_errors,
+            reads: self.reads + other.reads,
+            disk_bytes: self.disk_bytes + other.disk_bytes,
+            busy_ns: self.busy_ns + other.busy_ns,
+            read_ns: self.read_ns + other.read_ns,
+            check_ns: self.check_ns + other.check_ns,
+            decode_ns: self.decode_ns + other.decode_ns,
+            read_errors: self.read_errors + other.read_errors,
+            checksum_errors: self.checksum_errors + other.checksum_errors,
+            decode_errors: self.decode_errors + other.decode_errors,
         }
     }
 }
@@ -169,5 +209,6 @@ mod tests {
         let interval = meter.snapshot() - earlier;
         assert_eq!(interval, StoreSnapshot { demand_misses: 4, disk_bytes: 5, ..Default::default() });
         assert_eq!(interval.hit_rate(), Some(0.0));
+        assert_eq!(earlier + interval, meter.snapshot());
     }
 }

@@ -278,14 +278,14 @@ fn a_complete_vault_is_left_alone_and_another_is_not_replaced_without_force() {
 fn unfinished_work_with_other_flags_is_kept_without_force() {
     let case = Case::new(&Tiny::qwen3(Type::Bf16, 27));
     let vault = case.path("v");
-    assert!(case.cancel(&vault, 100_000));
+    assert!(case.cancel(&vault, 250_000));
     let other = Settings { bits: 5, ..ours() };
     let error = run(&case.checkpoint, &vault, &other).expect_err("refused");
     assert!(matches!(&error, SculptError::OtherPartial { what: "other settings", .. }), "{error}");
     // Untouched: it goes on.
     assert_eq!(case.finish(&vault), [""; 0]);
     let vault = case.path("w");
-    assert!(case.cancel(&vault, 100_000));
+    assert!(case.cancel(&vault, 250_000));
     run(&case.checkpoint, &vault, &Settings { force: true, ..other }).expect("afresh");
     assert!(!partial(&vault).exists());
 }

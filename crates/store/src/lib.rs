@@ -78,7 +78,7 @@ pub use faulty::{Fault, FaultyDisk, Gate, MemoryDisk};
 pub use file_disk::{FileDisk, OpenMode};
 pub use lease::Lease;
 pub use memory::ArenaMemory;
-pub use policy::{Clock, Fifo, LfuDecay, Lru, Policy, PolicyKind, S3Fifo, Slru};
+pub use policy::{Clock, Fifo, LfuDecay, Lrfu, Lru, Policy, PolicyKind, S3Fifo, Slru};
 pub use record::{Record, RecordDecoder};
 pub use smoe_format::ExpertKey;
 pub use store::{Store, StoreConfig};

@@ -1,4 +1,4 @@
-//! The arena as plain memory, for those who measure how fast it streams.
+//! A store as it was when it was opened, and its arena as plain memory: for those who measure.
 
 use crate::store::Store;
 
@@ -12,14 +12,26 @@ pub enum ArenaMemory<'a> {
 }
 
 impl Store {
-    /// Shows the arena's bytes to `f`, once what is being read has arrived. None if some slots hold an expert and
-    /// others do not. Ends the expected list and what is left of a batch.
-    pub fn with_memory<R>(&mut self, f: impl FnOnce(ArenaMemory<'_>) -> R) -> Option<R> {
+    /// Forgets every expert that nobody leases, once what is being read has arrived, and ends the expected list
+    /// and what is left of a batch. The memory stays the arena's.
+    pub fn forget(&mut self) {
+        self.settle();
+        self.residency.forget();
+    }
+
+    /// Ends everything that is under way.
+    fn settle(&mut self) {
         self.abandon_batch();
         self.withdraw();
         while self.in_flight() > 0 {
             self.wait();
         }
+    }
+
+    /// Shows the arena's bytes to `f`, once what is being read has arrived. None if some slots hold an expert and
+    /// others do not. Ends the expected list and what is left of a batch.
+    pub fn with_memory<R>(&mut self, f: impl FnOnce(ArenaMemory<'_>) -> R) -> Option<R> {
+        self.settle();
         let arena = self.arena().clone();
         let (start, len) = (arena.slot_ptr(0), arena.bytes());
         if self.n_resident() == arena.n_slots() {

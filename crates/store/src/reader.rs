@@ -138,7 +138,9 @@ impl Reading {
         read: impl FnOnce() -> Result<(), DiskError>,
     ) -> Result<(), StoreError> {
         let start = Instant::now();
+        let busy = self.meter.busy.begin();
         let result = read();
+        drop(busy);
         self.meter.read_ns.add_time(start.elapsed());
         match result {
             Ok(()) => {

@@ -100,7 +100,10 @@ impl Trace {
     /// # Errors
     /// [`TraceError::Shape`] if one is 0, ids have no room in 16 bits, or a token would use more than there are.
     pub fn new(layers: u32, experts: u32, top_k: u32) -> Result<Self, TraceError> {
-        let plausible = (1..=1 << 16).contains(&layers) && (1..=1 << 16).contains(&experts);
+        // A million experts are some times what any model has, and tables of them are small.
+        let plausible = (1..=1 << 16).contains(&layers)
+            && (1..=1 << 16).contains(&experts)
+            && u64::from(layers) * u64::from(experts) <= 1 << 20;
         if !plausible || !(1..=experts).contains(&top_k) {
             return Err(TraceError::Shape { layers, experts, top_k });
         }

@@ -155,6 +155,13 @@ impl Residency {
         self.meter.ahead_waste.add(u64::from(unasked));
     }
 
+    /// Empties every slot that nobody leases; their pages are kept.
+    pub(crate) fn forget(&mut self) {
+        while let Some(slot) = self.evict(|_| false) {
+            self.free.push(slot);
+        }
+    }
+
     /// Notes a demand for `record`, and says where it is.
     pub(crate) fn demanded(&mut self, record: u32, stamp: u64) -> Place {
         let place = self.place(record);

@@ -5,8 +5,8 @@ mod support;
 
 use smoe_format::record_crc;
 use smoe_store::{
-    ExpertKey, Fault, FaultyDisk, Gate, Lease, MemoryDisk, Order, Record, Store, StoreConfig, StoreError,
-    Want,
+    ArenaMemory, ExpertKey, Fault, FaultyDisk, Gate, Lease, MemoryDisk, Order, Record, Store, StoreConfig,
+    StoreError, Want,
 };
 use std::collections::HashSet;
 use std::io::ErrorKind;
@@ -444,5 +444,46 @@ fn a_lower_limit_empties_slots_as_they_come_back() {
         assert_eq!((store.limit(), store.n_slots(), store.n_resident()), (8, 8, 2));
         assert_eq!(demand_all(&mut store, &keys[..8]).unwrap().len(), 8);
         assert_eq!(store.n_resident(), 8);
+    });
+}
+
+/// A cache that is forgotten is as it was when it was opened; its memory is shown only when all or none of it is used.
+#[test]
+fn forgotten_slots_are_free_and_the_memory_is_all_or_nothing() {
+    within_a_minute(|| {
+        let vault = Vault::new(1, 8, 512);
+        let disk = faulty(&vault);
+        let mut store = vault.open(disk.clone(), 4, 2);
+        let shown = |store: &mut Store| {
+            store.with_memory(|memory| match memory {
+                ArenaMemory::Empty(bytes) => {
+                    bytes.fill(0xaa);
+                    (false, bytes.len())
+                }
+                ArenaMemory::Full(bytes) => (true, bytes.len()),
+            })
+        };
+        let len = store.arena().bytes();
+        assert_eq!(shown(&mut store), Some((false, len)));
+        let first = demand_all(&mut store, &[key(0, 0), key(0, 1)]).unwrap();
+        assert_eq!(shown(&mut store), None, "half full");
+        store.expect(&wants(&[key(0, 2), key(0, 3)]));
+        finish(&mut store);
+        assert_eq!(shown(&mut store), Some((true, len)));
+        // What is leased stays.
+        store.forget();
+        assert_eq!((residents(&store), shown(&mut store)), ([key(0, 0), key(0, 1)].into(), None));
+        first.iter().for_each(|lease| vault.check(lease));
+        drop(first);
+        store.forget();
+        assert_eq!((store.n_resident(), shown(&mut store)), (0, Some((false, len))));
+        store.set_limit(2);
+        assert_eq!(shown(&mut store), None, "some pages are the system's");
+        store.set_limit(4);
+        demand_all(&mut store, &[key(0, 4), key(0, 5), key(0, 6), key(0, 0)])
+            .unwrap()
+            .iter()
+            .for_each(|lease| vault.check(lease));
+        assert_eq!(store.meter().snapshot().loads - store.meter().snapshot().evictions, 4);
     });
 }

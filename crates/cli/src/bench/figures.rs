@@ -1,8 +1,8 @@
 //! From runs to figures.
 //!
-//! Every figure of the engine stands beside the ceiling of the same run that it is held against: the disk's,
-//! the memory's, and the *serial floor* of a streamed token, in which nothing overlaps but a layer's reads
-//! with its experts' arithmetic:
+//! Every figure of the engine stands beside the ceiling of the same run: the best that disk and memory did in it,
+//! and (shares are of these) what they did just before and after. Beside them the *serial floor* of a streamed
+//! token, in which nothing overlaps but a layer's reads with its experts' arithmetic:
 //!
 //! ```text
 //! dense bytes / memory + sum over layers of max(missed bytes / disk, expert bytes / memory) + head bytes / memory
@@ -22,43 +22,89 @@ use smoe_store::FileDisk;
 
 use super::machine;
 use super::record::{Record, median, rounded};
-use super::runs::{Bench, Run, Stretch};
+use super::runs::{Bench, DECODE, Run, Stretch};
 use crate::failure::Failure;
 
 /// For how long the disk is read at each depth.
 const DISK_TIME: Duration = Duration::from_millis(400);
-/// Passes over the memory buffer at a time.
-const PASSES: usize = 5;
+/// Passes over the memory buffer at a time, at most; fewer where so many bytes are streamed before.
+const PASSES: usize = 20;
+const STREAMED: u64 = 16 << 30;
 
 /// What the machine can do, as measured in this run.
 pub struct Ceilings {
+    file: FileDisk,
     disk: DiskCeiling,
-    memory: Vec<f64>,
+    /// Random reads at the best depth, bytes per second, each time that they were measured.
+    disk_rates: Vec<f64>,
+    memory_rates: Vec<f64>,
     memory_buffer_bytes: usize,
+}
+
+/// What the machine did just before and after a stretch of work, the mean of both: bytes per second. A shared
+/// machine changes by the minute, so a share of this may exceed 1 by chance; none exceeds the best of the run.
+#[derive(Clone, Copy, Debug)]
+pub struct Around {
+    /// Of the disk.
+    pub disk: f64,
+    /// Of memory; NaN where it could not be measured.
+    pub memory: f64,
+}
+
+/// Memory that measuring the disk takes besides the engine.
+pub fn buffer_bytes(vault: &Vault) -> u64 {
+    ceiling::disk_buffer_bytes(vault.experts.layers.iter().map(|table| table.record_len).max().unwrap_or(0))
+        as u64
 }
 
 impl Ceilings {
     /// Measures both, before any expert is in memory.
     pub fn measure(vault: &Vault, engine: &mut Engine) -> Result<Self, Failure> {
         let file = FileDisk::open(&vault.experts_path, OpenMode::Auto)?;
-        let read_bytes = engine.info().plan.slot_bytes as usize;
-        let disk = ceiling::disk(&file, read_bytes, DISK_TIME)?;
-        let memory = engine.memory_ceiling(PASSES);
+        let disk = ceiling::disk(&file, engine.info().plan.slot_bytes as usize, DISK_TIME)?;
+        let memory = engine.memory_ceiling(passes(engine));
+        let best = disk.depths.iter().map(|(_, rate)| *rate).fold(f64::NAN, f64::max);
         Ok(Self {
+            file,
             disk,
-            memory: memory.iter().map(|memory| memory.bytes_per_s).collect(),
+            disk_rates: vec![best],
+            memory_rates: memory.iter().map(|memory| memory.bytes_per_s).collect(),
             memory_buffer_bytes: memory.map_or(0, |memory| memory.buffer_bytes),
         })
     }
 
-    /// Streams memory once more, between runs: a shared machine changes by the minute.
-    pub fn again(&mut self, engine: &mut Engine) {
-        self.memory.extend(engine.memory_ceiling(PASSES).map(|memory| memory.bytes_per_s));
+    /// Measures both once more, the disk at its best depth.
+    fn again(&mut self, engine: &mut Engine) -> Result<Around, Failure> {
+        let seed = self.disk_rates.len() as u64 * 7919;
+        let (bytes, depth) = (self.disk.read_bytes, self.disk.best_depth());
+        let disk = ceiling::disk_at(&self.file, bytes, depth, DISK_TIME, seed)?;
+        self.disk_rates.push(disk);
+        let memory = engine.memory_ceiling(passes(engine));
+        self.memory_rates.extend(memory.map(|memory| memory.bytes_per_s));
+        Ok(Around { disk, memory: memory.map_or(f64::NAN, |memory| memory.median_bytes_per_s) })
     }
 
-    fn memory_best(&self) -> f64 {
-        self.memory.iter().copied().fold(f64::NAN, f64::max)
+    /// Runs `work` between two measurements.
+    pub fn around<T>(
+        &mut self,
+        bench: &mut Bench,
+        work: impl FnOnce(&mut Bench) -> Result<T, Failure>,
+    ) -> Result<(T, Around), Failure> {
+        let before = self.again(&mut bench.engine)?;
+        let done = work(bench)?;
+        let after = self.again(&mut bench.engine)?;
+        let memory = match (before.memory, after.memory) {
+            (before, after) if before.is_nan() => after,
+            (before, after) if after.is_nan() => before,
+            (before, after) => f64::midpoint(before, after),
+        };
+        Ok((done, Around { disk: f64::midpoint(before.disk, after.disk), memory }))
     }
+}
+
+fn passes(engine: &Engine) -> usize {
+    let bytes = engine.info().plan.ring_bytes().max(1);
+    ((STREAMED / bytes) as usize).clamp(3, PASSES)
 }
 
 /// What was noted beside the runs.
@@ -176,10 +222,15 @@ pub fn record(vault: &Vault, bench: &Bench, ceilings: &Ceilings, facts: &Facts) 
         .collect();
     record.set("coverage_next_token_next_layer", coverage);
 
-    let waited = |s: &&Stretch| s.store.wait_ns > 0;
-    let demand = |s: &Stretch| s.store.disk_bytes as f64 / s.store.wait_ns as f64;
-    record.spread("demand_wait_gb_s", short.iter().filter(waited).map(demand));
-    record.set("disk_ceiling_gb_s", rounded(ceilings.disk.bytes_per_s / 1e9));
+    record
+        .spread("demand_wait_gb_s", short.iter().filter_map(|s| s.store.read_bytes_per_s()).map(|r| r / 1e9));
+    record.spread(
+        "demand_wait_share",
+        pairs(runs, |s, around| Some(s.store.read_bytes_per_s()? / around.disk)),
+    );
+    let best = |rates: &[f64]| rates.iter().copied().fold(f64::NAN, f64::max) / 1e9;
+    record.set("disk_ceiling_gb_s", rounded(best(&ceilings.disk_rates).max(ceilings.disk.bytes_per_s / 1e9)));
+    record.spread("disk_around_gb_s", runs.iter().map(|run| run.around_short.disk / 1e9));
     let depths: Map<String, Value> = ceilings
         .disk
         .depths
@@ -188,28 +239,33 @@ pub fn record(vault: &Vault, bench: &Bench, ceilings: &Ceilings, facts: &Facts) 
         .chain([("sequential".to_owned(), json!(rounded(ceilings.disk.sequential_bytes_per_s / 1e9)))])
         .collect();
     record.set("disk_depths_gb_s", depths);
-    record.spread("memory_ceiling_gb_s", ceilings.memory.iter().map(|rate| rate / 1e9));
+    record.set("memory_ceiling_gb_s", rounded(best(&ceilings.memory_rates)));
+    record.spread("memory_around_gb_s", runs.iter().map(|run| run.around_short.memory / 1e9));
     record.set("memory_buffer_bytes", ceilings.memory_buffer_bytes);
 
-    let (disk, memory) = (ceilings.disk.bytes_per_s, ceilings.memory_best());
     let touched_gb_s = |s: &Stretch| s.rate() * touched.all() as f64 / 1e9;
     record.spread("decode_touched_gb_s", short.iter().map(touched_gb_s));
-    record.spread("decode_memory_share", short.iter().map(|s| touched_gb_s(s) * 1e9 / memory));
-    let floor_share = |s: &Stretch| {
+    let memory_share = |s: &Stretch, around: &Around| Some(touched_gb_s(s) * 1e9 / around.memory);
+    record.spread("decode_memory_share", pairs(runs, memory_share));
+    let memory_best = ceilings.memory_rates.iter().copied().fold(f64::NAN, f64::max);
+    record.spread("decode_memory_share_of_best", short.iter().map(|s| touched_gb_s(s) * 1e9 / memory_best));
+    let floor_share = |s: &Stretch, around: &Around| {
         let missed = s.store.disk_bytes as f64 / s.tokens as f64;
-        touched.serial_floor_s(missed, disk, memory) * s.rate()
+        Some(touched.serial_floor_s(missed, around.disk, around.memory) * s.rate())
     };
-    record.spread("decode_serial_floor_share", short.iter().map(floor_share));
+    record.spread("decode_serial_floor_share", pairs(runs, floor_share));
 
     record.set("buckets_ms", buckets(&short));
     let share = |s: &Stretch| s.phases.total_ns() as f64 / 1e9 / s.time.as_secs_f64();
     record.spread("buckets_share_of_wall", short.iter().map(share));
-    if let Some(kernel) = machine::read_bytes() {
-        record.set("kernel_read_bytes", kernel);
-        let own = bench.engine.store_snapshot().disk_bytes;
-        record.set("store_read_bytes", own);
-    }
+    let kernel = runs.iter().map(|run| run.kernel_read_bytes.map_or(f64::NAN, |bytes| bytes as f64));
+    record.spread("decode_kernel_read_bytes_per_token", kernel.map(|bytes| bytes / DECODE as f64));
     record
+}
+
+/// A figure of each run's decoding against what the machine could do around it.
+fn pairs(runs: &[Run], f: impl Fn(&Stretch, &Around) -> Option<f64>) -> impl Iterator<Item = f64> {
+    runs.iter().filter_map(move |run| f(&run.short, &run.around_short))
 }
 
 pub fn machine_facts(record: &mut Record) {

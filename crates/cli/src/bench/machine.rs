@@ -14,6 +14,11 @@ pub fn peak_rss_bytes() -> u64 {
     status_bytes("VmHWM:")
 }
 
+/// The memory that this process has resident now; 0 if the system does not say.
+pub fn rss_bytes() -> u64 {
+    status_bytes("VmRSS:")
+}
+
 /// Bytes of this process that are swapped out.
 pub fn swapped_bytes() -> u64 {
     status_bytes("VmSwap:")

@@ -54,6 +54,7 @@ pub fn kernels(threads: Option<usize>) -> Result<Record, Failure> {
     let mut record = Record::default();
     super::figures::machine_facts(&mut record);
     record.set("threads", threads);
+    record.set("fork_join_us", rounded(ceiling::fork_join(threads) * 1e6));
     let spinner = progress::spinner("multiplying");
     let rates = ceiling::products(threads);
     spinner.finish_and_clear();

@@ -6,6 +6,20 @@ use serde_json::{Map, Value};
 
 use crate::failure::Failure;
 
+/// What must agree for two records to be comparable.
+const SETTINGS: [&str; 10] = [
+    "format",
+    "processor",
+    "model",
+    "source",
+    "layers",
+    "expert_bits_per_weight",
+    "kernels",
+    "threads",
+    "ring_slots",
+    "direct_io",
+];
+
 /// Keys and values, in the order in which they are shown.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Record {
@@ -77,18 +91,24 @@ impl Record {
         Ok(())
     }
 
-    /// A line for every number that both have: old, new, new / old.
-    pub fn compare(&self, old: &Self) -> Result<(), Failure> {
-        say!();
-        say!("{:<28} {:>14} {:>14} {:>8}", "compared", "old", "new", "new/old");
+    /// A line for every number that both have: old, new, new / old; before them what makes them hard to compare.
+    pub fn compare(&self, old: &Self) -> String {
+        let mut text = String::new();
+        for key in SETTINGS {
+            let [a, b] = [old, self].map(|record| record.fields.get(key).map(shown).unwrap_or_default());
+            if a != b {
+                text.push_str(&format!("note: {key} differs: {a} then, {b} now\n"));
+            }
+        }
+        text.push_str(&format!("{:<28} {:>14} {:>14} {:>8}\n", "compared", "old", "new", "new/old"));
         for key in self.order.iter().filter(|key| !key.ends_with("_min") && !key.ends_with("_max")) {
             if let (Some(a), Some(b)) = (old.number(key), self.number(key)) {
                 let ratio = if a == 0.0 { String::from("-") } else { format!("{:.3}", b / a) };
                 let [old, new] = [&old.fields[key], &self.fields[key]].map(shown);
-                say!("{key:<28} {old:>14} {new:>14} {ratio:>8}");
+                text.push_str(&format!("{key:<28} {old:>14} {new:>14} {ratio:>8}\n"));
             }
         }
-        Ok(())
+        text
     }
 }
 
@@ -135,7 +155,13 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("record.json");
         std::fs::write(&path, record.to_json().unwrap()).unwrap();
-        assert_eq!(Record::read(&path).unwrap().fields, record.fields);
+        let read = Record::read(&path).unwrap();
+        assert_eq!(read.fields, record.fields);
+        let mut other = read.clone();
+        other.set("decode_tok_s", 3.0);
+        other.set("kernels", "scalar");
+        let table = other.compare(&read);
+        assert!(table.contains("kernels differs") && table.contains("1.500"), "{table}");
         std::fs::write(&path, "[1]").unwrap();
         assert!(Record::read(&path).is_err());
     }

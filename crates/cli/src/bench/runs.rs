@@ -5,10 +5,12 @@
 
 use std::time::{Duration, Instant};
 
-use smoe_engine::{Control, Engine, Session};
+use smoe_engine::{Control, Engine, Sampler, Sampling, Session};
 use smoe_meter::{PhaseSnapshot, RouteSnapshot, StoreSnapshot};
 use smoe_sculpt::token_stream;
 
+use super::figures::{Around, Ceilings};
+use super::machine;
 use crate::failure::Failure;
 use crate::interrupt;
 
@@ -48,6 +50,10 @@ pub struct Run {
     pub warm: Stretch,
     /// Decoding after the canonical prompt.
     pub short: Stretch,
+    /// What the machine could do around that.
+    pub around_short: Around,
+    /// What the kernel says this process read from storage meanwhile.
+    pub kernel_read_bytes: Option<u64>,
     /// Decoding after the longest prefill.
     pub long: Option<Stretch>,
     /// The prefills that the context has room for, each from no expert in memory.
@@ -58,19 +64,22 @@ pub struct Run {
 pub struct Bench {
     pub engine: Engine,
     pub runs: Vec<Run>,
-    /// Routing while decoding, over all runs.
+    /// Routing over all runs; overlap and coverage are of decoding.
     pub routes: RouteSnapshot,
+    sampler: Sampler,
     seed: u64,
 }
 
 impl Bench {
-    pub fn new(engine: Engine, seed: u64) -> Self {
+    pub fn new(engine: Engine, seed: u64) -> Result<Self, Failure> {
         let routes = engine.route_snapshot();
-        Self { engine, runs: Vec::new(), routes, seed }
+        // Greedy: what it draws is timed and not used.
+        let sampler = Sampler::new(Sampling::default(), engine.spec().vocab_size)?;
+        Ok(Self { engine, runs: Vec::new(), routes, sampler, seed })
     }
 
     /// One more run; `tell` is told what is under way.
-    pub fn run(&mut self, tell: &dyn Fn(&str)) -> Result<(), Failure> {
+    pub fn run(&mut self, ceilings: &mut Ceilings, tell: &dyn Fn(&str)) -> Result<(), Failure> {
         let context = self.engine.info().plan.context;
         // Each run has its own tokens, the same on every machine.
         let seed = self.seed + self.runs.len() as u64;
@@ -81,14 +90,18 @@ impl Bench {
         self.engine.forget_experts();
         let mut session = self.engine.open_session()?;
         let mut held = take(PROMPT);
-        let cold = self.measure(|engine| sync(engine, &mut session, &held))?;
+        let cold = self.measure(|engine, sampler| sync(engine, &mut session, sampler, &held))?;
         tell("decoding");
         let answer = take(DECODE);
-        let short = self.measure(|engine| decode(engine, &mut session, &answer))?;
+        let ((short, kernel_read_bytes), around_short) = ceilings.around(self, |bench| {
+            let before = machine::read_bytes();
+            let short = bench.measure(|engine, sampler| decode(engine, &mut session, sampler, &answer))?;
+            Ok((short, machine::read_bytes().zip(before).map(|(after, before)| after - before)))
+        })?;
         tell("a further turn");
         held.extend(answer);
         held.extend(take(PROMPT));
-        let warm = self.measure(|engine| sync(engine, &mut session, &held).map(|_| PROMPT))?;
+        let warm = self.measure(|engine, sampler| sync(engine, &mut session, sampler, &held))?;
         drop(session);
 
         let (mut prefills, mut long) = (Vec::new(), None);
@@ -97,25 +110,25 @@ impl Bench {
             self.engine.forget_experts();
             let mut session = self.engine.open_session()?;
             let prompt = take(length);
-            prefills.push(self.measure(|engine| sync(engine, &mut session, &prompt))?);
+            prefills.push(self.measure(|engine, sampler| sync(engine, &mut session, sampler, &prompt))?);
             if Some(&length) == PREFILLS.last() && length + DECODE <= context {
                 tell("decoding at length");
                 let answer = take(DECODE);
-                long = Some(self.measure(|engine| decode(engine, &mut session, &answer))?);
+                long = Some(self.measure(|engine, sampler| decode(engine, &mut session, sampler, &answer))?);
             }
         }
-        self.runs.push(Run { cold, warm, short, long, prefills });
+        self.runs.push(Run { cold, warm, short, around_short, kernel_read_bytes, long, prefills });
         self.routes = self.engine.route_snapshot();
         Ok(())
     }
 
     fn measure(
         &mut self,
-        work: impl FnOnce(&mut Engine) -> Result<usize, Failure>,
+        work: impl FnOnce(&mut Engine, &mut Sampler) -> Result<usize, Failure>,
     ) -> Result<Stretch, Failure> {
         let (store, phases) = (self.engine.store_snapshot(), self.engine.phase_snapshot());
         let start = Instant::now();
-        let tokens = work(&mut self.engine)?;
+        let tokens = work(&mut self.engine, &mut self.sampler)?;
         Ok(Stretch {
             tokens,
             time: start.elapsed(),
@@ -125,15 +138,28 @@ impl Bench {
     }
 }
 
-fn sync(engine: &mut Engine, session: &mut Session, tokens: &[u32]) -> Result<usize, Failure> {
+fn sync(
+    engine: &mut Engine,
+    session: &mut Session,
+    sampler: &mut Sampler,
+    tokens: &[u32],
+) -> Result<usize, Failure> {
     let mut control = Control::cancelled_by(interrupt::flag());
-    Ok(engine.sync(session, tokens, &mut control)?.prefilled)
+    let prefilled = engine.sync(session, tokens, &mut control)?.prefilled;
+    engine.sample(session, sampler);
+    Ok(prefilled)
 }
 
-fn decode(engine: &mut Engine, session: &mut Session, tokens: &[u32]) -> Result<usize, Failure> {
+fn decode(
+    engine: &mut Engine,
+    session: &mut Session,
+    sampler: &mut Sampler,
+    tokens: &[u32],
+) -> Result<usize, Failure> {
     let mut control = Control::cancelled_by(interrupt::flag());
     for &token in tokens {
         engine.decode(session, token, &mut control)?;
+        engine.sample(session, sampler);
     }
     Ok(tokens.len())
 }

@@ -149,6 +149,9 @@ impl Context {
     }
 }
 
+/// Takes what a dense part made of a block of tokens: the first token, their hidden states, and the rows.
+type TakeRows<'a> = &'a mut dyn FnMut(&Context, usize, &mut [f32], &[f32]);
+
 /// The CPU backend.
 #[derive(Debug)]
 pub struct CpuBackend {
@@ -374,12 +377,7 @@ impl CpuBackend {
 
     /// A SwiGLU of resident weights of all tokens, block by block: calls `take(first, rows)` with
     /// `down(silu(gate x) * up x)`, x being the normed hidden states, and the hidden states of those tokens.
-    fn swiglu(
-        &mut self,
-        layer: usize,
-        shared: bool,
-        take: &mut dyn FnMut(&Context, usize, &mut [f32], &[f32]),
-    ) {
+    fn swiglu(&mut self, layer: usize, shared: bool, take: TakeRows<'_>) {
         let Self { context, hidden, input, gate, up, inner, delta, tokens, .. } = self;
         let d = context.spec.d_model;
         let weights = &context.weights.layers[layer];

@@ -5,6 +5,7 @@ use std::sync::{Mutex, MutexGuard, TryLockError};
 
 use super::KvBlocks;
 use super::tile::{scratch_len, tile_tokens};
+use crate::matmul::FORK;
 use crate::output::Shared;
 use crate::{Kernels, Pool};
 
@@ -107,7 +108,7 @@ pub fn attend<'a>(
     let tiles = tokens.div_ceil(at_once);
     let (out, scratch) = (Shared::new(out), &*scratch);
     // One head after the other: its rows stay in a thread's cache from tile to tile.
-    pool.run(n_kv_heads * tiles, &|task| {
+    let work = |task: usize| {
         let (head, tile) = (task / tiles, task % tiles);
         let end = tokens.min((tile + 1) * at_once);
         let mut buffer = scratch.free();
@@ -140,5 +141,11 @@ pub fn attend<'a>(
             );
             first = next;
         }
-    });
+    };
+    let positions = sight(tokens.saturating_sub(1), 0).visible.len();
+    if positions * tokens * n_kv_heads * per_kv * (head_dim + value_dim) < FORK {
+        (0..n_kv_heads * tiles).for_each(work);
+    } else {
+        pool.run(n_kv_heads * tiles, &work);
+    }
 }

@@ -5,7 +5,7 @@ use std::arch::x86_64::*;
 use smoe_format::Zero;
 use smoe_format::tile::{ROWS, SCALE_BYTES, plane_bytes, plane_widths};
 
-use super::{AHEAD, Job, Sums, by_bits_and_tokens};
+use super::{AHEAD, AHEAD_OF_ONE, Job, Sums, by_bits_and_tokens};
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,f16c")]
 pub(super) fn block(job: Job<'_>, tokens: usize, out: &mut Sums) {
@@ -34,7 +34,7 @@ fn kernel<const BITS: u8, const T: usize>(job: Job<'_>, out: &mut Sums) {
                 for line in line..line + unroll {
                     let unit = q * lines + line;
                     // SAFETY: `q` and `line` are within the tile's planes of this group (asserted above).
-                    let [low, high] = unsafe { unpack::<BITS>(codes, group, lines, q, line) };
+                    let [low, high] = unsafe { unpack::<BITS, T>(codes, group, lines, q, line) };
                     for (t, dots) in dots.iter_mut().enumerate() {
                         // SAFETY: 4 * unit + 4 <= group, and xs holds T groups.
                         let x = unsafe { xs.add(t * group + 4 * unit).cast::<i32>().read_unaligned() };
@@ -47,7 +47,7 @@ fn kernel<const BITS: u8, const T: usize>(job: Job<'_>, out: &mut Sums) {
             }
         }
         let scales = halves(&tile[code_bytes..]);
-        prefetch(codes.wrapping_add(code_bytes));
+        prefetch::<T>(codes.wrapping_add(code_bytes));
         let (sx, sx_sums) = (&x.scales[cell..cell + T], &x.sums[cell..cell + T]);
         match uniform.zero() {
             Zero::Symmetric => {
@@ -70,7 +70,7 @@ fn kernel<const BITS: u8, const T: usize>(job: Job<'_>, out: &mut Sums) {
             }
             Zero::Affine => {
                 let minima = halves(&tile[code_bytes + SCALE_BYTES..]);
-                prefetch(codes.wrapping_add(code_bytes + SCALE_BYTES));
+                prefetch::<T>(codes.wrapping_add(code_bytes + SCALE_BYTES));
                 for t in 0..T {
                     let (sx, sum) = (_mm512_set1_ps(sx[t]), _mm512_set1_ps(sx_sums[t] as f32));
                     for half in 0..2 {
@@ -113,7 +113,7 @@ const fn code_bytes_of(bits: u8, group: usize) -> usize {
 /// narrowest plane, `line < lines`, and `q` less than its field pairs.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
-unsafe fn unpack<const BITS: u8>(
+unsafe fn unpack<const BITS: u8, const T: usize>(
     codes: *const u8,
     group: usize,
     lines: usize,
@@ -124,22 +124,22 @@ unsafe fn unpack<const BITS: u8>(
     // is given a line below that.
     unsafe {
         match BITS {
-            8 => [load(codes.add(128 * line)), load(codes.add(128 * line + 64))],
-            4 => field_pair::<4>(codes.add(64 * line), 0),
-            2 => field_pair::<2>(codes.add(64 * line), q),
+            8 => [load::<T>(codes.add(128 * line)), load::<T>(codes.add(128 * line + 64))],
+            4 => field_pair::<4, T>(codes.add(64 * line), 0),
+            2 => field_pair::<2, T>(codes.add(64 * line), q),
             // 2 + 1: the plane of two bits has 2 * lines lines and two field pairs.
             3 => join::<2>(
-                field_pair::<2>(codes.add(64 * (q % 2 * lines + line)), q / 2),
-                field_pair::<1>(codes.add(plane_bytes(2, group) + 64 * line), q),
+                field_pair::<2, T>(codes.add(64 * (q % 2 * lines + line)), q / 2),
+                field_pair::<1, T>(codes.add(plane_bytes(2, group) + 64 * line), q),
             ),
             // 4 + 1: the plane of four bits has a line per unit.
             5 => join::<4>(
-                field_pair::<4>(codes.add(64 * (q * lines + line)), 0),
-                field_pair::<1>(codes.add(plane_bytes(4, group) + 64 * line), q),
+                field_pair::<4, T>(codes.add(64 * (q * lines + line)), 0),
+                field_pair::<1, T>(codes.add(plane_bytes(4, group) + 64 * line), q),
             ),
             6 => join::<4>(
-                field_pair::<4>(codes.add(64 * (q * lines + line)), 0),
-                field_pair::<2>(codes.add(plane_bytes(4, group) + 64 * line), q),
+                field_pair::<4, T>(codes.add(64 * (q * lines + line)), 0),
+                field_pair::<2, T>(codes.add(plane_bytes(4, group) + 64 * line), q),
             ),
             _ => unreachable!(),
         }
@@ -152,9 +152,9 @@ unsafe fn unpack<const BITS: u8>(
 /// 64 bytes can be read.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
-unsafe fn field_pair<const WIDTH: u32>(line: *const u8, pair: usize) -> [__m512i; 2] {
+unsafe fn field_pair<const WIDTH: u32, const T: usize>(line: *const u8, pair: usize) -> [__m512i; 2] {
     // SAFETY: the caller's promise.
-    let bytes = unsafe { load(line) };
+    let bytes = unsafe { load::<T>(line) };
     let mask = _mm512_set1_epi8(((1u32 << WIDTH) - 1) as i8);
     let shift = |fields: usize| _mm_cvtsi32_si128(fields as i32 * WIDTH as i32);
     let low = if pair == 0 { bytes } else { _mm512_srl_epi16(bytes, shift(2 * pair)) };
@@ -174,23 +174,27 @@ fn join<const WIDTH: u32>(low: [__m512i; 2], high: [__m512i; 2]) -> [__m512i; 2]
     ]
 }
 
-/// Loads a line and prefetches the one [`AHEAD`] of it.
+/// Loads a line and prefetches the one that comes some KiB after it.
 ///
 /// # Safety
 /// 64 bytes can be read.
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn load(line: *const u8) -> __m512i {
-    prefetch(line);
+unsafe fn load<const T: usize>(line: *const u8) -> __m512i {
+    prefetch::<T>(line);
     // SAFETY: the caller's promise.
     unsafe { _mm512_loadu_si512(line.cast()) }
 }
 
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn prefetch(line: *const u8) {
+fn prefetch<const T: usize>(line: *const u8) {
     // A hint: any address will do.
-    _mm_prefetch::<_MM_HINT_T0>(line.wrapping_add(AHEAD).cast());
+    if T == 1 {
+        _mm_prefetch::<_MM_HINT_T1>(line.wrapping_add(AHEAD_OF_ONE).cast());
+    } else {
+        _mm_prefetch::<_MM_HINT_T0>(line.wrapping_add(AHEAD).cast());
+    }
 }
 
 /// 32 f16 as f32.

@@ -33,6 +33,10 @@ type Sums = [[f32; ROWS]; TOKENS];
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 const AHEAD: usize = 4096;
 
+/// The same for a single token, into L2 only, where the weights come from memory: EXP-KERNEL-02.
+#[cfg(target_arch = "x86_64")]
+const AHEAD_OF_ONE: usize = 8192;
+
 /// With more tokens than a kernel takes at once, rows are taken in runs of about this many bytes, which stay
 /// in L2 while the tokens pass.
 const RUN_BYTES: usize = 256 << 10;

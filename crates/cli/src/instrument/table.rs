@@ -1,0 +1,177 @@
+//! A reading as a table of 80 columns, for a terminal.
+
+use std::fmt::{self, Write};
+
+use smoe_engine::plan::Bytes;
+use smoe_meter::Phase;
+
+use super::{Coverage, Reading, coverage};
+
+/// Columns of the longest bar.
+const BAR: usize = 40;
+/// Places of a coverage curve that are shown.
+const CURVE: usize = 4;
+
+/// The table, its last line ended.
+pub fn table(reading: &Reading) -> String {
+    let mut text = String::new();
+    // Writing to a string does not fail.
+    let _ = write(reading, &mut text);
+    text
+}
+
+fn write(reading: &Reading, out: &mut String) -> fmt::Result {
+    let Reading { synced, prompt, decode, routes, .. } = reading;
+    let store = &decode.store;
+    writeln!(out, "── instrument {}", "─".repeat(66))?;
+    let seconds = prompt.time.as_secs_f64();
+    let rate = synced.prefilled as f64 / seconds.max(1e-9);
+    let read = Bytes(prompt.store.disk_bytes);
+    writeln!(
+        out,
+        "prompt       {} tokens in {seconds:.2} s, {rate:.1} tok/s · {read} read",
+        synced.prefilled
+    )?;
+    if synced.reused > 0 {
+        writeln!(out, "             {} more were held already", synced.reused)?;
+    }
+    let (Some(rate), Some(token_ns)) = (decode.rate(), decode.per_step(decode.time.as_nanos() as u64)) else {
+        return writeln!(out, "answer       a single token: nothing to take means of");
+    };
+    writeln!(
+        out,
+        "answer       {} tokens more in {:.2} s, {rate:.1} tok/s",
+        decode.phases.steps(),
+        decode.time.as_secs_f64()
+    )?;
+    writeln!(out)?;
+    let longest = Phase::ALL.into_iter().map(|phase| decode.phase_ns(phase)).max().unwrap_or(0).max(1);
+    for phase in Phase::ALL {
+        let ns = decode.phase_ns(phase);
+        let ms = decode.per_step(ns).unwrap_or(0.0) / 1e6;
+        let share = 100.0 * ns as f64 / decode.time.as_nanos().max(1) as f64;
+        let bar = bar(ns as f64 / longest as f64, BAR);
+        let line = format!("{:<12} {ms:>9.3} ms {share:>5.1} %  {bar}", title(phase));
+        writeln!(out, "{}", line.trim_end())?;
+    }
+    writeln!(out, "{:<12} {:>9.3} ms a token: the wall time", "in all", token_ns / 1e6)?;
+    writeln!(out)?;
+
+    let a_token = |n: u64| decode.per_step(n).unwrap_or(0.0);
+    writeln!(
+        out,
+        "experts      {}: {:.1} hits, {:.1} misses, {:.1} evictions a token",
+        percent(store.hit_rate()),
+        a_token(store.demand_hits),
+        a_token(store.demand_misses),
+        a_token(store.evictions)
+    )?;
+    if store.ahead_reads + store.ahead_hits + store.ahead_late > 0 {
+        writeln!(
+            out,
+            "read ahead   {:.1} in time, {:.1} late, {:.1} in vain a token",
+            a_token(store.ahead_hits),
+            a_token(store.ahead_late),
+            a_token(store.ahead_waste)
+        )?;
+    }
+    write!(out, "disk         {} a token", Bytes(a_token(store.disk_bytes) as u64))?;
+    if let Some(rate) = decode.read_gb_s() {
+        write!(out, " · {rate:.2} GB/s while reads were under way")?;
+    }
+    writeln!(out)?;
+    let share = reading.ring_slots as f64 / reading.n_experts.max(1) as f64;
+    writeln!(
+        out,
+        "ring         {} of {} experts ({}), {}",
+        reading.ring_slots,
+        reading.n_experts,
+        percent(Some(share)),
+        Bytes(reading.ring_slots as u64 * reading.slot_bytes)
+    )?;
+    writeln!(
+        out,
+        "routing      {} as the token before · busiest tenth has {}",
+        percent(routes.overlap()),
+        percent(routes.skew())
+    )?;
+    let curve: Vec<Coverage> = coverage(routes).take(CURVE).collect();
+    let mut line = |name: &str, of: fn(&Coverage) -> Option<f64>| -> fmt::Result {
+        if curve.iter().any(|point| of(point).is_some()) {
+            let points: Vec<String> =
+                curve.iter().map(|point| format!("{} in top {}", percent(of(point)), point.width)).collect();
+            writeln!(out, "{name:<12} {}", points.join(", "))?;
+        }
+        Ok(())
+    };
+    line("next token", |point| point.before)?;
+    line("next layer", |point| point.ahead)
+}
+
+/// A phase for people.
+pub fn title(phase: Phase) -> &'static str {
+    match phase {
+        Phase::DemandWait => "demand wait",
+        phase => phase.name(),
+    }
+}
+
+/// A share for people, to a tenth where there is room for it.
+pub fn percent(share: Option<f64>) -> String {
+    match share {
+        Some(share) if share >= 0.9995 => "100 %".to_owned(),
+        Some(share) => format!("{:.1} %", 100.0 * share),
+        None => "none".to_owned(),
+    }
+}
+
+/// `share` of `columns`, to an eighth of a column.
+pub fn bar(share: f64, columns: usize) -> String {
+    const PARTS: [&str; 8] = ["", "▏", "▎", "▍", "▌", "▋", "▊", "▉"];
+    let eighths = (share.clamp(0.0, 1.0) * columns as f64 * 8.0).round() as usize;
+    "█".repeat(eighths / 8) + PARTS[eighths % 8]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{answered, tiny};
+    use super::*;
+    use smoe_testkit::TinyModel;
+
+    #[test]
+    fn bars_are_as_long_as_their_shares() {
+        assert_eq!(bar(0.0, 10), "");
+        assert_eq!(bar(1.0, 10).chars().count(), 10);
+        assert_eq!(bar(0.5, 4), "██");
+        assert_eq!(bar(0.53, 10), "█████▎");
+        assert_eq!(bar(f64::INFINITY, 3), "███");
+        assert_eq!(bar(f64::NAN, 3), "");
+    }
+
+    #[test]
+    fn a_table_keeps_within_80_columns_and_names_every_phase() {
+        let model = TinyModel::qwen3(5);
+        let (_dir, mut engine) = tiny(&model, 9, 16);
+        let mut reading = answered(&mut engine, &model.prompt(30, 1), 20);
+        let small = table(&reading);
+        // Numbers as long as they come.
+        reading.synced.prefilled = 123_456;
+        reading.synced.reused = 123_456;
+        reading.prompt.time *= 100_000;
+        reading.decode.time *= 2000;
+        reading.n_experts = 61 * 256;
+        reading.ring_slots = 9_999;
+        reading.slot_bytes = 44 << 20;
+        reading.decode.store.demand_hits *= 1000;
+        reading.decode.store.disk_bytes *= 100_000;
+        reading.decode.store.busy_ns *= 100_000;
+        for text in [small, table(&reading)] {
+            for line in text.lines() {
+                assert!(line.chars().count() <= 80, "{line}");
+            }
+            for phase in Phase::ALL {
+                assert!(text.lines().any(|line| line.starts_with(title(phase))), "{text}");
+            }
+        }
+    }
+}
