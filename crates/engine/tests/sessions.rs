@@ -146,3 +146,25 @@ fn a_failed_or_torn_read_ends_the_request_and_the_next_one_succeeds() {
         assert_eq!(greedy(&mut engine, &prompt, 8), expected);
     }
 }
+
+/// What is said next costs its own tokens, however long the history: positions computed, and experts read.
+#[test]
+fn a_further_turn_computes_and_reads_for_its_own_tokens_alone() {
+    let (_dir, vault, model) = tiny();
+    let turn = 3;
+    for history in [10, 200] {
+        // A ring at the floor keeps next to nothing: every expert that a step needs is read.
+        let mut engine = open(&vault, &options(RingSize::Slots(vault.spec.moe.top_k), 64, 1));
+        let mut session = engine.open_session().unwrap();
+        let tokens = model.prompt(history + turn, 6);
+        engine.sync(&mut session, &tokens[..history], &mut Control::default()).unwrap();
+        let before = engine.store_snapshot();
+        let synced = engine.sync(&mut session, &tokens, &mut Control::default()).unwrap();
+        let read = (engine.store_snapshot() - before).loads as usize;
+        assert_eq!((synced.reused, synced.prefilled), (history, turn));
+        // Those of its tokens, or, where they need most of a layer, the next layer once.
+        let layers = vault.spec.moe_layers().count();
+        let most = layers * (turn * vault.spec.moe.top_k).max(vault.spec.moe.n_experts);
+        assert!((1..=most).contains(&read), "{read} experts read after {history} tokens of history");
+    }
+}

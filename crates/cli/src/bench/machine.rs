@@ -40,10 +40,11 @@ pub fn processor() -> String {
     )
 }
 
-/// The system's name and release.
+/// The system's name and version, without what a distributor adds to it.
 pub fn system() -> String {
     let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
-    format!("{} {}", std::env::consts::OS, release.trim()).trim_end().to_owned()
+    let version = release.trim().split('-').next().unwrap_or_default();
+    format!("{} {version}", std::env::consts::OS).trim_end().to_owned()
 }
 
 /// Runnable processes over the last minute: what else the machine was doing.
