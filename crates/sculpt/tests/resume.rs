@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{PoisonError, RwLock, RwLockReadGuard};
 
 use common::{Random, Tiny, Type, Watch, files, run, settings, watched};
 use serde_json::json;
@@ -16,8 +17,14 @@ fn ours() -> Settings {
     Settings { threads: Some(2), ..settings(4, BackboneBits::Q8) }
 }
 
+/// Written while a process is started: between fork and exec it holds the files of the other tests, locks included,
+/// and what was just given back would seem busy.
+static FORK: RwLock<()> = RwLock::new(());
+
 /// A checkpoint, the files of its uninterrupted vault, and their directory.
 struct Case {
+    /// Nobody forks meanwhile; `None` in the test that does.
+    _no_fork: Option<RwLockReadGuard<'static, ()>>,
     dir: tempfile::TempDir,
     checkpoint: PathBuf,
     whole: BTreeMap<String, Vec<u8>>,
@@ -25,13 +32,14 @@ struct Case {
 
 impl Case {
     fn new(tiny: &Tiny) -> Self {
+        let no_fork = FORK.read().unwrap_or_else(PoisonError::into_inner);
         let dir = tempfile::tempdir().expect("dir");
         let checkpoint = dir.path().join("checkpoint");
         tiny.write(&checkpoint, 2);
         let reference = dir.path().join("reference");
         run(&checkpoint, &reference, &Settings { threads: Some(1), ..ours() }).expect("sculpted");
         let whole = files(&reference);
-        Self { dir, checkpoint, whole }
+        Self { _no_fork: Some(no_fork), dir, checkpoint, whole }
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -160,12 +168,13 @@ fn killed_processes_leave_work_that_goes_on_to_the_same_bytes() {
     ] {
         tiny.config[key] = value;
     }
-    let case = Case::new(&Tiny::fill(tiny.config, Type::Bf16, 23));
+    let case = Case { _no_fork: None, ..Case::new(&Tiny::fill(tiny.config, Type::Bf16, 23)) };
     let mut random = Random(5);
     let (mut kills, mut went_on) = (0, 0);
     for i in 0..4 {
         let vault = case.path(&format!("v{i}"));
         for _ in 0..8 {
+            let fork = FORK.write().unwrap_or_else(PoisonError::into_inner);
             let mut child = Command::new(std::env::current_exe().expect("test binary"))
                 .args(["--exact", "child_sculpts_on_request"])
                 .env("CHILD_FROM", &case.checkpoint)
@@ -173,6 +182,7 @@ fn killed_processes_leave_work_that_goes_on_to_the_same_bytes() {
                 .stdout(Stdio::null())
                 .spawn()
                 .expect("child");
+            drop(fork);
             // Killed once so many pieces more are in the journal, or when it has ended by itself.
             let pieces = || {
                 let journal = std::fs::read(partial(&vault).join("journal")).unwrap_or_default();
