@@ -42,7 +42,8 @@ pub struct Ceilings {
 }
 
 /// What the machine did just before and after a stretch of work, the mean of both: bytes per second. A shared
-/// machine changes by the minute, so a share of this may exceed 1 by chance; none exceeds the best of the run.
+/// machine changes by the minute, so a share of this may exceed 1 by chance: the
+/// share of the run's best stands beside it.
 #[derive(Clone, Copy, Debug)]
 pub struct Around {
     /// Of the disk.
