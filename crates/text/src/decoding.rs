@@ -91,6 +91,15 @@ impl Decoding {
         }
         Some(Decoding::Pieces(pieces))
     }
+
+    /// The bytes of a token that is not the first of its text; `None` where they depend on its neighbours.
+    pub(crate) fn bytes(&self, token: &str) -> Option<Vec<u8>> {
+        match self {
+            Decoding::ByteLevel => Some(byte_level(token)),
+            Decoding::Pieces(pieces) => Some(pieces.bytes(token, false)),
+            Decoding::Whole => None,
+        }
+    }
 }
 
 /// The state of decoding a stream of tokens, whose text is appended as soon as it is certain.
@@ -116,19 +125,11 @@ impl Decoder {
     /// Appends what a token's coming makes certain.
     pub(crate) fn push(&mut self, decoding: &Decoding, token: &str, out: &mut String) {
         match decoding {
-            Decoding::ByteLevel => match token.chars().map(byte_of).collect::<Option<Vec<u8>>>() {
-                Some(bytes) => self.push_bytes(&bytes, out),
-                // An added token is written as it is meant.
-                None => self.push_bytes(token.as_bytes(), out),
-            },
+            Decoding::ByteLevel => self.push_bytes(&byte_level(token), out),
             Decoding::Pieces(pieces) => {
                 let first = std::mem::take(&mut self.first);
                 let start = out.len();
-                let text = pieces.apply(token, first);
-                match byte_token(&text).filter(|_| pieces.byte_fallback) {
-                    Some(byte) => self.push_bytes(&[byte], out),
-                    None => self.push_bytes(text.as_bytes(), out),
-                }
+                self.push_bytes(&pieces.bytes(token, first), out);
                 if let Some((content, _)) = pieces.strip {
                     self.strip_from(start, content, out);
                 }
@@ -196,6 +197,19 @@ impl Pieces {
             Step::Metaspace { mark, .. } => text.replace(*mark, " "),
         })
     }
+
+    fn bytes(&self, token: &str, first: bool) -> Vec<u8> {
+        let text = self.apply(token, first);
+        match byte_token(&text).filter(|_| self.byte_fallback) {
+            Some(byte) => vec![byte],
+            None => text.into_bytes(),
+        }
+    }
+}
+
+/// The bytes of a byte-level token. An added token that is not in that alphabet is written as it is meant.
+fn byte_level(token: &str) -> Vec<u8> {
+    token.chars().map(byte_of).collect::<Option<Vec<u8>>>().unwrap_or_else(|| token.as_bytes().to_vec())
 }
 
 /// The byte that a token of byte fallback stands for.

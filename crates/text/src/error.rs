@@ -86,4 +86,23 @@ pub enum TextError {
         /// Why.
         source: Box<TextError>,
     },
+    /// A tokenizer's tokens cannot serve a grammar.
+    #[error("answers of this model cannot be constrained: {reason}")]
+    Vocabulary {
+        /// Why.
+        reason: String,
+    },
+    /// A schema, regular expression or grammar cannot be enforced: it is wrong, too large, asks for what is not
+    /// supported, or nothing satisfies it.
+    #[error("the answer's form cannot be enforced: {reason}")]
+    Schema {
+        /// What, and where in the schema if that is known.
+        reason: String,
+    },
+    /// A constraint cannot go on: a token was forced on it that it refuses, or a step became too complex.
+    #[error("the answer's form could not be kept to: {reason}")]
+    Constraint {
+        /// Why.
+        reason: String,
+    },
 }

@@ -13,23 +13,29 @@
 //! - [`Detokeniser`]: the same text piece by piece; a piece never ends inside a character.
 //! - [`StopMatcher`]: cuts a stream at a stop string, wherever the pieces break.
 //! - [`ChatTemplate`]: Jinja2 as `transformers` renders it.
+//! - [`Constraint`]: which tokens may come next so that an answer is JSON, follows a schema or is a call.
+//! - [`ReplyParser`]: reasoning, text and tool calls out of the stream.
 //! - [`ModelText`]: all of the above from a model directory's side files.
 
 #![forbid(unsafe_code)]
 
+mod constrain;
 mod decoding;
 mod detokeniser;
 mod error;
 mod generation;
 mod model_text;
 mod python;
+mod reply;
 mod stop;
 mod template;
 mod tokenizer;
 
+pub use constrain::{CallShape, Constraint, GrammarLimits, GrammarVocabulary, Shape};
 pub use detokeniser::Detokeniser;
 pub use error::TextError;
 pub use model_text::{GenerationDefaults, ModelText};
+pub use reply::{ReplyEvent, ReplyFormat, ReplyParser, ToolFormat, ToolSpec};
 pub use stop::{StopMatcher, StopStep};
 pub use template::{ChatTemplate, TemplateInput};
 pub use tokenizer::Tokenizer;
