@@ -38,11 +38,13 @@
 //! | `want` | what is demanded: experts, stamps, order |
 //! | `memory` | the arena as plain bytes, for those who measure memory |
 //! | `store`, `demand`, `ahead`, `preload` | the owner's side: shared parts, batches, low priority, everything at once |
+//! | `block_file`, `block_file/` | apart from all that: a bounded file of blocks that survives a crash |
 //! | `faulty`, `counting` | scripted disks and a counting allocator for tests (feature `test-support`) |
 
 mod ahead;
 mod aligned;
 mod arena;
+mod block_file;
 #[cfg(any(test, feature = "test-support"))]
 mod counting;
 mod demand;
@@ -68,6 +70,10 @@ mod want;
 
 pub use aligned::{AlignedBuf, OutOfMemory, PAGE};
 pub use arena::Arena;
+pub use block_file::{
+    BlockFailure, BlockFile, BlockFileConfig, BlockFileError, BlockFileSnapshot, BlockMeta, NOTE_BYTES_MAX,
+    Opened, WriteDisk,
+};
 #[cfg(any(test, feature = "test-support"))]
 pub use counting::CountingAllocator;
 pub use demand::Demand;
