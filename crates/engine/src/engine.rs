@@ -13,8 +13,8 @@ use smoe_meter::{
     StoreSnapshot,
 };
 use smoe_store::{
-    ArenaMemory, DirectIo, Disk, FileDisk, Lease, OpenMode, Order, PolicyKind, Record, RecordDecoder, Store,
-    StoreConfig, StoreError, Want, replay::Trace,
+    ArenaMemory, BlockFileSnapshot, DirectIo, Disk, FileDisk, Lease, OpenMode, Order, PolicyKind, Record,
+    RecordDecoder, Store, StoreConfig, StoreError, Want, replay::Trace,
 };
 
 use crate::EngineError;
@@ -22,7 +22,7 @@ use crate::backend::cpu::{self, CALL_EXPERTS, CpuBackend};
 use crate::backend::{Backend, HEAD_ROWS, Row};
 use crate::ceiling::{self, MemoryCeiling};
 use crate::governor::Governor;
-use crate::kv::KvCache;
+use crate::kv::{KvCache, KvUse, Opened, SpillConfig};
 use crate::memory::MemoryFacts;
 use crate::plan::{Plan, PlanRequest, Subject, all_float};
 use crate::routes::Routes;
@@ -100,6 +100,8 @@ const SCORE_EVERY: u64 = 16;
 pub struct Control<'a> {
     /// Set from anywhere to stop; looked at before every layer.
     pub cancel: Option<&'a AtomicBool>,
+    /// Asked at the same places.
+    pub stop: Option<&'a dyn Fn() -> bool>,
     /// Told (tokens done, tokens to do) as a prefill goes on. Inside a step the layers done count as their
     /// part of its tokens.
     pub progress: Option<&'a mut dyn FnMut(usize, usize)>,
@@ -115,14 +117,12 @@ impl<'a> Control<'a> {
     /// Stops when `cancel` is set; tells nothing.
     #[must_use]
     pub fn cancelled_by(cancel: &'a AtomicBool) -> Self {
-        Self { cancel: Some(cancel), progress: None }
+        Self { cancel: Some(cancel), ..Self::default() }
     }
 
     fn check(&self) -> Result<(), EngineError> {
-        match self.cancel {
-            Some(flag) if flag.load(Ordering::Relaxed) => Err(EngineError::Cancelled),
-            _ => Ok(()),
-        }
+        let cancelled = self.cancel.is_some_and(|flag| flag.load(Ordering::Relaxed));
+        if cancelled || self.stop.is_some_and(|stop| stop()) { Err(EngineError::Cancelled) } else { Ok(()) }
     }
 
     fn report(&mut self, done: usize, total: usize) {
@@ -203,6 +203,8 @@ pub struct Engine {
     wants: Vec<Want>,
     leases: Vec<Lease>,
     rows: Vec<Row>,
+    /// Their tokens.
+    row_tokens: Vec<u32>,
     /// Tokens computed so far: the clock of the experts' last uses.
     tokens_done: u64,
     /// Tokens of the running `sync` that are done, and that are to do.
@@ -216,6 +218,8 @@ pub struct Engine {
     look_ahead: usize,
     spec_width: usize,
     dropped: Arc<Dropped>,
+    /// Of all that decides what is computed.
+    fingerprint: [u8; 32],
     clock: PhaseClock,
     phase_meter: Arc<PhaseMeter>,
     store_meter: Arc<StoreMeter>,
@@ -278,11 +282,12 @@ impl Engine {
             CpuBackend::new(spec.clone(), weights, &vault.experts.layers, &plan, kernels, options.exact);
         let phase_meter = Arc::new(PhaseMeter::default());
         Ok(Self {
-            kv: KvCache::new(&spec, plan.kv, plan.context, plan.sessions)?,
+            kv: KvCache::new(&spec, plan.kv, plan.kv_positions, plan.sessions)?,
             routes: Routes::with_capacity(&spec.moe, plan.chunk),
             wants: Vec::with_capacity(spec.moe.n_experts.max(options.spec * spec.n_layers())),
             leases: Vec::with_capacity(spec.moe.n_experts),
             rows: Vec::with_capacity(plan.chunk),
+            row_tokens: Vec::with_capacity(plan.chunk),
             tokens_done: 0,
             prefilled: (0, 0),
             watch: RouteWatch::new(&spec),
@@ -293,6 +298,7 @@ impl Engine {
             look_ahead: options.look_ahead,
             spec_width: options.spec,
             dropped: Arc::default(),
+            fingerprint: vault.fingerprint(options.exact),
             clock: PhaseClock::new(phase_meter.clone()),
             phase_meter,
             backend: Box::new(backend),
@@ -430,6 +436,10 @@ impl Engine {
             seq: self.kv.open()?,
             tokens: Vec::with_capacity(self.plan.context),
             logits: vec![0.0; self.spec.vocab_size],
+            pending: Vec::with_capacity(self.plan.chunk),
+            wanted: 0,
+            shared: false,
+            is_open: true,
             dropped: self.dropped.clone(),
         })
     }
@@ -456,18 +466,12 @@ impl Engine {
         session.tokens.truncate(reused);
         let total = tokens.len() - reused;
         let mut done = 0;
-        self.prefilled = (0, total);
         for chunk in tokens[reused..].chunks(self.plan.chunk) {
             let last = done + chunk.len() == total;
-            let first = session.tokens.len();
-            self.place(session, chunk.len())?;
-            self.run_step(chunk, first, control, None)?;
-            session.tokens.extend_from_slice(chunk);
-            let logits = if last { self.compute_logits(session, chunk.len() - 1) } else { Ok(()) };
-            self.end_step();
-            logits?;
-            done += chunk.len();
+            session.queue(chunk, usize::from(last));
             self.prefilled = (done, total);
+            self.step_one(session, control)?;
+            done += chunk.len();
             control.report(done, total);
         }
         Ok(Synced { reused, prefilled: total })
@@ -487,19 +491,195 @@ impl Engine {
         token: u32,
         control: &mut Control<'_>,
     ) -> Result<(), EngineError> {
-        self.check_owner(session);
         self.check_id(token)?;
         if session.tokens.len() >= self.plan.context {
             let (needed, context) = (session.tokens.len() + 1, self.plan.context);
             return Err(EngineError::ContextFull { needed, context });
         }
-        let position = session.tokens.len();
-        self.place(session, 1)?;
-        self.run_step(&[token], position, control, None)?;
-        session.tokens.push(token);
-        let logits = self.compute_logits(session, 0);
+        session.queue(&[token], 1);
+        self.step_one(session, control)
+    }
+
+    /// A step of what one session has queued, its last logits kept in it.
+    fn step_one(&mut self, session: &mut Session, control: &mut Control<'_>) -> Result<(), EngineError> {
+        let mut logits = std::mem::take(&mut session.logits);
+        let mut keep = |_: usize, _: usize, row: &[f32]| logits.copy_from_slice(row);
+        let wanted = session.wanted > 0;
+        let done = self.step_queued(std::slice::from_mut(session), control, &mut keep);
+        session.logits = logits;
+        done?;
+        if wanted && !is_finite(&session.logits) {
+            return Err(EngineError::NotFinite { position: session.tokens.len() - 1 });
+        }
+        Ok(())
+    }
+
+    /// One step of what all these sessions have queued ([`Session::queue`]): one forward, in which an expert that
+    /// several need is read once. Calls `on_logits(session, row, logits)` for every row whose logits were asked for,
+    /// in order, the rows of a session counted from the first that was. No session's result depends on the others.
+    ///
+    /// # Errors
+    /// If a read fails or it is cancelled; if there is no room in the cache or more is queued than a step takes. What
+    /// was queued is then forgotten, and every session holds what it held before.
+    ///
+    /// # Panics
+    /// If a session is another engine's.
+    pub fn step(
+        &mut self,
+        sessions: &mut [Session],
+        control: &mut Control<'_>,
+        on_logits: &mut dyn FnMut(usize, usize, &[f32]),
+    ) -> Result<(), EngineError> {
+        self.prefilled = (0, sessions.iter().map(|session| session.pending.len()).sum());
+        self.step_queued(sessions, control, on_logits)
+    }
+
+    fn step_queued(
+        &mut self,
+        sessions: &mut [Session],
+        control: &mut Control<'_>,
+        on_logits: &mut dyn FnMut(usize, usize, &[f32]),
+    ) -> Result<(), EngineError> {
+        let done = self.place(sessions).and_then(|()| self.run_step(control, None));
+        if let Err(error) = done {
+            for session in sessions {
+                session.queue(&[], 0);
+                self.kv.truncate(session.seq, session.tokens.len());
+            }
+            return Err(error);
+        }
+        for session in &mut *sessions {
+            session.tokens.append(&mut session.pending);
+            if session.shared {
+                self.kv.commit(session.seq, &session.tokens);
+            }
+        }
+        let told = self.tell_logits(sessions, on_logits);
         self.end_step();
-        logits
+        told
+    }
+
+    /// Computes the logits that were asked for, a few rows at a time.
+    fn tell_logits(
+        &mut self,
+        sessions: &mut [Session],
+        on_logits: &mut dyn FnMut(usize, usize, &[f32]),
+    ) -> Result<(), EngineError> {
+        let mut rows = [0; HEAD_ROWS];
+        let mut of = [(0, 0); HEAD_ROWS];
+        let (mut n, mut end) = (0, 0);
+        let last = sessions.iter().rposition(|session| session.wanted > 0);
+        for (i, session) in sessions.iter_mut().enumerate() {
+            let seq = session.seq;
+            end += self.rows[end..].iter().take_while(|row| row.seq == seq).count();
+            let wanted = std::mem::take(&mut session.wanted);
+            for row in 0..wanted {
+                (rows[n], of[n]) = (end - wanted + row, (i, row));
+                n += 1;
+                if n < HEAD_ROWS && !(Some(i) == last && row + 1 == wanted) {
+                    continue;
+                }
+                self.clock.switch(Phase::Head);
+                let logits = self.backend.head(&rows[..n])?;
+                self.clock.switch(Phase::Sampling);
+                for (&(session, row), logits) in of.iter().zip(logits.chunks_exact(self.spec.vocab_size)) {
+                    on_logits(session, row, logits);
+                }
+                n = 0;
+            }
+        }
+        self.clock.switch(Phase::Other);
+        Ok(())
+    }
+
+    /// Gives an empty session the longest beginning of `tokens`, short of the last one, that an earlier session
+    /// computed and that is still in the cache or its file, and returns its length; from here on what it computes
+    /// can be found by others.
+    ///
+    /// # Panics
+    /// If the session is another engine's, or not empty.
+    pub fn adopt(&mut self, session: &mut Session, tokens: &[u32]) -> usize {
+        self.check_owner(session);
+        session.shared = true;
+        let known = &tokens[..tokens.len().saturating_sub(1)];
+        let held = self.kv.adopt(session.seq, known);
+        session.tokens.clear();
+        session.tokens.extend_from_slice(&known[..held]);
+        held
+    }
+
+    /// Makes room in the cache for what a session has queued.
+    ///
+    /// # Errors
+    /// If there is not enough; nothing is taken then.
+    pub fn reserve(&mut self, session: &Session) -> Result<(), EngineError> {
+        let held = session.tokens.len();
+        self.kv.reserve(session.seq, held, held + session.pending.len())
+    }
+
+    /// Takes back all but the first `len` tokens of a session.
+    pub fn truncate(&mut self, session: &mut Session, len: usize) {
+        let len = self.kv.truncate(session.seq, len.min(session.tokens.len()));
+        session.tokens.truncate(len);
+    }
+
+    /// Ends a session. What it computed can still be found if it has ever adopted.
+    pub fn close(&mut self, mut session: Session) {
+        self.check_owner(&session);
+        if session.shared {
+            self.kv.commit_all(session.seq, &session.tokens);
+        }
+        self.kv.close(session.seq);
+        session.is_open = false;
+    }
+
+    /// Keeps what sessions computed in a file too, and finds what is there from earlier.
+    ///
+    /// # Errors
+    /// As [`smoe_store::BlockFile::open`].
+    pub fn spill_to(&mut self, config: &SpillConfig) -> Result<Opened, EngineError> {
+        let model = self.fingerprint;
+        self.kv.spill_to(config, model)
+    }
+
+    /// Writes a few blocks of the cache to its file; true if more are to be written.
+    ///
+    /// # Errors
+    /// If the file fails; it is not used any more then.
+    pub fn save_conversations(&mut self, blocks: usize) -> Result<bool, EngineError> {
+        self.kv.save(blocks)
+    }
+
+    /// Writes everything to the file of the cache, and waits until the drive has it.
+    ///
+    /// # Errors
+    /// If the file fails.
+    pub fn flush_conversations(&mut self) -> Result<(), EngineError> {
+        self.kv.flush()
+    }
+
+    /// Blocks of the KV cache, by what they are used for.
+    #[must_use]
+    pub fn kv_usage(&self) -> KvUse {
+        self.kv.usage()
+    }
+
+    /// Blocks that another session could get.
+    #[must_use]
+    pub fn kv_available(&self) -> usize {
+        self.kv.available()
+    }
+
+    /// Counts of the file of the cache, if there is one.
+    #[must_use]
+    pub fn spilled(&self) -> Option<BlockFileSnapshot> {
+        self.kv.spilled()
+    }
+
+    /// The kernels that compute.
+    #[must_use]
+    pub const fn kernels(&self) -> Kernels {
+        self.kernels
     }
 
     /// Draws from [`Session::logits`].
@@ -569,9 +749,10 @@ impl Engine {
     ) -> Result<(), EngineError> {
         for chunk in tokens.chunks(self.plan.chunk) {
             let first = session.tokens.len();
-            self.place(session, chunk.len())?;
-            self.run_step(chunk, first, &mut Control::default(), Some(observer))?;
-            session.tokens.extend_from_slice(chunk);
+            session.queue(chunk, 0);
+            self.place(std::slice::from_mut(session))?;
+            self.run_step(&mut Control::default(), Some(observer))?;
+            session.tokens.append(&mut session.pending);
             for token in 0..chunk.len() {
                 let hidden = self.backend.final_hidden(token)?;
                 observer.hidden(self.spec.n_layers(), first + token, hidden);
@@ -607,34 +788,43 @@ impl Engine {
         tokens.iter().try_for_each(|&id| self.check_id(id))
     }
 
-    /// Makes room in the cache for the next `n` tokens of a session and lists their rows.
-    fn place(&mut self, session: &Session, n: usize) -> Result<(), EngineError> {
-        let first = session.tokens.len();
-        self.kv.reserve(session.seq, first + n)?;
+    /// Makes room in the cache for what the sessions have queued, and lists the rows.
+    fn place(&mut self, sessions: &[Session]) -> Result<(), EngineError> {
         self.rows.clear();
-        self.rows
-            .extend((first..first + n).map(|position| Row { seq: session.seq, position: position as u32 }));
+        self.row_tokens.clear();
+        for session in sessions {
+            self.check_owner(session);
+            let (first, end) = (session.tokens.len(), session.tokens.len() + session.pending.len());
+            self.kv.reserve(session.seq, first, end)?;
+            let row = |position| Row { seq: session.seq, position: position as u32 };
+            self.rows.extend((first..end).map(row));
+            self.row_tokens.extend_from_slice(&session.pending);
+        }
+        let most = self.plan.chunk.max(1);
+        if !(1..=most).contains(&self.rows.len()) {
+            let (name, value) = ("tokens of a step", self.rows.len().to_string());
+            return Err(EngineError::Setting { name, value, rule: format!("must be 1 to {most}") });
+        }
         Ok(())
     }
 
     /// The forward of one step: all layers for the tokens in `self.rows`.
     fn run_step(
         &mut self,
-        tokens: &[u32],
-        first: usize,
         control: &mut Control<'_>,
         mut observer: Option<&mut dyn Observer>,
     ) -> Result<(), EngineError> {
+        let (n_tokens, first) = (self.rows.len(), self.rows[0].position as usize);
         self.clock.begin_step();
         self.store_before = self.store_meter.snapshot();
         self.watch.begin_step(&self.rows);
-        self.backend.embed(tokens)?;
+        self.backend.embed(&self.row_tokens)?;
         let mut moe_index = 0;
         for layer in 0..self.spec.n_layers() {
             control.check()?;
-            if layer > 0 && tokens.len() > 1 {
+            if layer > 0 && n_tokens > 1 {
                 let (done, total) = self.prefilled;
-                control.report(done + tokens.len() * layer / self.spec.n_layers(), total);
+                control.report(done + n_tokens * layer / self.spec.n_layers(), total);
             }
             if let Some(observer) = &mut observer {
                 observer.hidden(layer, first, self.backend.hidden()?);
@@ -643,7 +833,7 @@ impl Engine {
                 self.store.set_limit(slots);
             }
             let is_moe = self.spec.layers[layer] == FfnKind::Moe;
-            if is_moe && layer > 0 && tokens.len() == 1 {
+            if is_moe && layer > 0 && n_tokens == 1 {
                 self.foretell(layer)?;
             }
             self.clock.switch(Phase::Attention);
@@ -664,9 +854,9 @@ impl Engine {
             moe_index += 1;
             self.run_experts(layer)?;
         }
-        self.tokens_done += tokens.len() as u64;
+        self.tokens_done += n_tokens as u64;
         self.clock.switch(Phase::Other);
-        if tokens.len() == 1 && self.spec_width > 0 {
+        if n_tokens == 1 && self.spec_width > 0 {
             self.speculate();
         }
         Ok(())
@@ -750,17 +940,6 @@ impl Engine {
         self.backend.finish(layer, &self.routes)
     }
 
-    /// Logits of a token of the step, the last one of the session.
-    fn compute_logits(&mut self, session: &mut Session, token: usize) -> Result<(), EngineError> {
-        self.clock.switch(Phase::Head);
-        session.logits.copy_from_slice(self.backend.head(&[token])?);
-        if session.logits.iter().all(|l| l.is_finite()) {
-            Ok(())
-        } else {
-            Err(EngineError::NotFinite { position: session.tokens.len() - 1 })
-        }
-    }
-
     fn end_step(&mut self) {
         let phases = self.clock.end_step();
         self.watch.end_step(&self.rows);
@@ -773,6 +952,12 @@ impl Engine {
             store: self.store_meter.snapshot() - self.store_before,
         });
     }
+}
+
+/// Whether all logits are numbers: else the weights, or a kernel, are broken.
+#[must_use]
+pub fn is_finite(logits: &[f32]) -> bool {
+    logits.iter().all(|l| l.is_finite())
 }
 
 /// The kernels called `name`, or the fastest.

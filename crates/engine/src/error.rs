@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use smoe_format::FormatError;
-use smoe_store::{DiskError, OutOfMemory, StoreError};
+use smoe_store::{BlockFileError, DiskError, OutOfMemory, StoreError};
 
 /// An engine error: what happened, where, and what to change.
 #[derive(Debug, thiserror::Error)]
@@ -47,6 +47,9 @@ pub enum EngineError {
     /// Reading a file failed.
     #[error(transparent)]
     Disk(#[from] DiskError),
+    /// The file of the KV cache cannot be used.
+    #[error(transparent)]
+    Spill(#[from] BlockFileError),
     /// The system has no room for the resident weights.
     #[error(transparent)]
     OutOfMemory(#[from] OutOfMemory),
@@ -115,6 +118,18 @@ pub enum EngineError {
     NoSession {
         /// How many there may be.
         sessions: usize,
+    },
+    /// As many jobs wait as may.
+    #[error("the queue is full: {queued} jobs wait")]
+    QueueFull {
+        /// How many wait.
+        queued: usize,
+    },
+    /// A grammar knows no way on.
+    #[error("the constraint on the answer failed: {what}")]
+    Constraint {
+        /// In its own words.
+        what: String,
     },
     /// The request was cancelled; what was computed is kept.
     #[error("cancelled")]

@@ -17,24 +17,29 @@ pub mod ceiling;
 mod engine;
 mod error;
 mod governor;
+mod job;
 pub mod kv;
 pub mod memory;
 pub mod plan;
 mod rope;
 mod routes;
 pub mod sampler;
+mod scheduler;
 mod session;
 mod vault;
 mod watch;
 mod weights;
 
 pub use engine::{
-    Control, Engine, EngineInfo, EngineOptions, Finish, Limits, Meters, Observer, POLICY, kernels,
+    Control, Engine, EngineInfo, EngineOptions, Finish, Limits, Meters, Observer, POLICY, is_finite, kernels,
     plan as plan_vault,
 };
 pub use error::EngineError;
+pub use job::{Constraint, Driver, Ended, Event, Job, JobId, Load, Sink, Usage};
+pub use kv::{KvUse, SpillConfig};
 pub use routes::Routes;
 pub use sampler::{Sampler, Sampling};
+pub use scheduler::{Scheduler, SchedulerOptions};
 pub use session::{Session, Synced};
 pub use smoe_kernels::KvType;
 pub use smoe_store::{DirectIo, OpenMode};

@@ -15,7 +15,7 @@ use smoe_kernels::KvType;
 
 use crate::EngineError;
 use crate::backend::cpu::CpuBackend;
-use crate::kv::LayerKv;
+use crate::kv::KvCache;
 use crate::memory::MemoryFacts;
 use crate::rope::RopeTable;
 use crate::sampler::Sampler;
@@ -49,6 +49,9 @@ pub struct PlanRequest {
     pub kv: Option<KvType>,
     /// Sessions open at once; 0 counts as 1.
     pub sessions: usize,
+    /// Positions of the KV cache, in contexts: sessions share them, and what earlier ones computed. 0: as many as
+    /// sessions.
+    pub kv_contexts: usize,
     /// Bytes that the caller holds besides the engine: a tokeniser, planes of its own.
     pub reserved: u64,
 }
@@ -86,6 +89,8 @@ pub struct Plan {
     pub kv: KvType,
     /// Sessions open at once.
     pub sessions: usize,
+    /// Positions of the KV cache, in all.
+    pub kv_positions: usize,
 }
 
 /// What the plan is made for.
@@ -161,10 +166,8 @@ impl Plan {
         let n_experts: usize = subject.layers.iter().map(|l| l.n_experts as usize).sum();
         let ring_floor = spec.moe.top_k.min(n_experts);
         let fixed_bytes = FIXED_BYTES + subject.decode_bytes;
-        let layers = LayerKv::of(spec, kv);
-        let kv_bytes = |chunk: usize, context: usize| -> u64 {
-            layers.iter().map(|layer| layer.bytes(context, chunk) * sessions as u64).sum()
-        };
+        let kv_contexts = if request.kv_contexts == 0 { sessions } else { request.kv_contexts.min(sessions) };
+        let kv_bytes = |context: usize| KvCache::bytes(spec, kv, context * kv_contexts);
         let activation_bytes = |chunk: usize, context: usize| {
             let per_session = Sampler::bytes(spec.vocab_size) + 4 * spec.vocab_size as u64;
             CpuBackend::activation_bytes(spec, subject.groups, chunk, context, threads)
@@ -175,7 +178,7 @@ impl Plan {
             subject.backbone_bytes
                 + fixed_bytes
                 + request.reserved
-                + kv_bytes(chunk, context)
+                + kv_bytes(context)
                 + activation_bytes(chunk, context)
         };
         let ring_min = match request.ring {
@@ -225,7 +228,7 @@ impl Plan {
         Ok(Self {
             budget_bytes,
             backbone_bytes: subject.backbone_bytes,
-            kv_bytes: kv_bytes(chunk, context),
+            kv_bytes: kv_bytes(context),
             activation_bytes: activation_bytes(chunk, context),
             fixed_bytes,
             reserved_bytes: request.reserved,
@@ -238,6 +241,7 @@ impl Plan {
             threads,
             kv,
             sessions,
+            kv_positions: context * kv_contexts,
         })
     }
 

@@ -185,8 +185,24 @@ impl Sampler {
     /// # Panics
     /// If there are not as many logits as the sampler was made for.
     pub fn sample(&mut self, kernels: Kernels, logits: &[f32]) -> u32 {
+        self.sample_allowed(kernels, logits, None)
+    }
+
+    /// As [`Self::sample`], of the tokens that `mask` allows: bit `id % 32` of word `id / 32`; those beyond its last
+    /// word are forbidden. If it allows none, some token is chosen all the same.
+    pub fn sample_allowed(&mut self, kernels: Kernels, logits: &[f32], mask: Option<&[u32]>) -> u32 {
         self.logits.copy_from_slice(logits);
         self.penalise();
+        if let Some(mask) = mask {
+            for (word, logits) in self.logits.chunks_mut(32).enumerate() {
+                let allowed = mask.get(word).copied().unwrap_or(0);
+                for (bit, logit) in logits.iter_mut().enumerate() {
+                    if allowed >> bit & 1 == 0 {
+                        *logit = f32::NEG_INFINITY;
+                    }
+                }
+            }
+        }
         let top = kernels.argmax(&self.logits);
         let id = if self.sampling.temperature == 0.0 { top } else { self.draw(kernels, top) };
         self.count(id, 1);
@@ -297,6 +313,27 @@ impl Sampler {
         // What the threshold left out is part of the whole that top-p is a share of.
         self.cut(total);
     }
+}
+
+/// The logarithm of the probability of `token` by these logits, and the `n` likeliest tokens with theirs.
+#[must_use]
+pub fn log_probabilities(logits: &[f32], token: u32, n: usize) -> (f32, Vec<(u32, f32)>) {
+    let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let sum: f64 = logits.iter().map(|&l| f64::from(l - largest).exp()).sum();
+    let log_sum = f64::from(largest) + sum.ln();
+    let of = |id: u32| (f64::from(logits[id as usize]) - log_sum) as f32;
+    let mut best: BinaryHeap<Reverse<Candidate>> = BinaryHeap::with_capacity(n + 1);
+    for (id, &logit) in (0..).zip(logits) {
+        let candidate = Candidate { logit, id };
+        if best.len() < n || best.peek().is_some_and(|worst| candidate > worst.0) {
+            best.push(Reverse(candidate));
+            if best.len() > n {
+                best.pop();
+            }
+        }
+    }
+    let top = best.into_sorted_vec().into_iter().map(|Reverse(c)| (c.id, of(c.id)));
+    (of(token), top.collect())
 }
 
 /// The index of a draw in proportion to `weights`; none if all are 0.

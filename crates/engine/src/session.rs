@@ -22,13 +22,21 @@ pub struct Session {
     /// Tokens whose keys and values are held; never more than the context.
     pub(crate) tokens: Vec<u32>,
     pub(crate) logits: Vec<f32>,
+    /// Tokens that the next step computes, and of how many of the last of them the logits are wanted.
+    pub(crate) pending: Vec<u32>,
+    pub(crate) wanted: usize,
+    /// Others may find what it computed.
+    pub(crate) shared: bool,
+    pub(crate) is_open: bool,
     /// Of the engine that made it.
     pub(crate) dropped: Arc<Dropped>,
 }
 
 impl Drop for Session {
     fn drop(&mut self) {
-        if let Ok(mut dropped) = self.dropped.0.lock() {
+        if self.is_open
+            && let Ok(mut dropped) = self.dropped.0.lock()
+        {
             dropped.push(self.seq);
         }
     }
@@ -51,6 +59,19 @@ impl Session {
     #[must_use]
     pub fn len(&self) -> usize {
         self.tokens.len()
+    }
+
+    /// Has the next step compute `tokens` after those that are held, and give the logits of the last `logits` of them.
+    pub fn queue(&mut self, tokens: &[u32], logits: usize) {
+        self.pending.clear();
+        self.pending.extend_from_slice(tokens);
+        self.wanted = logits.min(tokens.len());
+    }
+
+    /// How many tokens are queued.
+    #[must_use]
+    pub fn queued(&self) -> usize {
+        self.pending.len()
     }
 
     /// True before the first token.

@@ -4,6 +4,7 @@ use std::fs::{self, File};
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
+use sha2::{Digest, Sha256};
 use smoe_format::{
     Backbone, BackboneTensor, ExpertFile, FormatError, ModelSpec, expert_file, file_name, original,
 };
@@ -116,6 +117,19 @@ impl Vault {
     #[must_use]
     pub fn listed(&self, name: &str) -> Option<&expert_file::FileEntry> {
         self.experts.manifest()?.files.iter().find(|entry| entry.name == name)
+    }
+
+    /// A hash of all that decides what is computed: the model, every record's checksum, the backbone's, the precision
+    /// of activations.
+    pub(crate) fn fingerprint(&self, exact: bool) -> [u8; 32] {
+        let mut hash = Sha256::new();
+        hash.update(format!("{:?} {exact}", self.spec));
+        for record in &self.experts.records {
+            hash.update(format!("{:?} {} {:?}", record.key, record.len, record.crc32c));
+        }
+        let backbone = self.listed(file_name::BACKBONE).map(|entry| entry.crc32c.clone());
+        hash.update(format!("{} {backbone:?}", self.backbone.file_len));
+        hash.finalize().into()
     }
 
     /// Where a side file would be.

@@ -56,7 +56,8 @@ fn a_cancelled_prompt_keeps_its_finished_chunks() {
             cancel.store(true, std::sync::atomic::Ordering::Relaxed);
         }
     };
-    let mut control = Control { cancel: Some(&cancel), progress: Some(&mut stop_at_16) };
+    let mut control =
+        Control { cancel: Some(&cancel), progress: Some(&mut stop_at_16), ..Control::default() };
     let cancelled = engine.sync(&mut session, &prompt, &mut control);
     assert!(matches!(cancelled, Err(EngineError::Cancelled)));
     assert_eq!(session.tokens(), &prompt[..16]);

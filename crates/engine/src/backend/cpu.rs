@@ -13,7 +13,7 @@ use smoe_store::Lease;
 
 use crate::EngineError;
 use crate::backend::{Backend, HEAD_ROWS, Row};
-use crate::kv::{BLOCK, KvCache};
+use crate::kv::{self, BLOCK, KvCache};
 use crate::plan::Plan;
 use crate::rope::RopeTable;
 use crate::routes::Routes;
@@ -458,17 +458,17 @@ impl Backend for CpuBackend {
             }
 
             let kv = &*kv;
-            let (keys, values, geometry) = kv.layer(layer);
+            let (bytes, geometry) = kv.memory();
             let sight = |t: usize, head: usize| {
-                let plane = |bytes| KvPlane {
+                let plane = |plane| KvPlane {
                     ty: kv.kv_type(),
                     bytes,
                     row_bytes: geometry.row_bytes,
                     block_stride: geometry.block_stride,
-                    head_offset: head * geometry.head_stride,
+                    head_offset: geometry.head(layer, plane, head),
                 };
                 let table = kv.blocks(rows[t].seq);
-                let (keys, values) = (plane(keys), plane(values));
+                let (keys, values) = (plane(kv::Plane::Keys), plane(kv::Plane::Values));
                 Sight {
                     blocks: KvBlocks { keys, values, table, block_positions: BLOCK },
                     visible: 0..rows[t].position as usize + 1,
