@@ -1,5 +1,6 @@
 //! `smoe bench`: what a vault does on this machine, against what the machine can do.
 
+mod clients;
 mod figures;
 pub mod machine;
 mod parts;
@@ -49,7 +50,9 @@ fn vault(args: &BenchArgs, path: &Path) -> Result<Record, Failure> {
     let vault = model::open_vault(path)?;
     let mut options: EngineOptions = args.machine.options();
     let most = vault.spec.max_context;
-    options.plan.context = Some(options.plan.context.unwrap_or(CONTEXT).min(most));
+    let positions = if args.clients.is_empty() { CONTEXT } else { clients::CONTEXT };
+    options.plan.context = Some(options.plan.context.unwrap_or(positions).min(most));
+    options.plan.sessions = args.clients.iter().copied().max().map_or(1, usize::from);
     options.plan.reserved = figures::buffer_bytes(&vault);
     model::warn_of_memory(&options.plan);
     let started = Instant::now();
@@ -71,6 +74,12 @@ fn vault(args: &BenchArgs, path: &Path) -> Result<Record, Failure> {
 
     let mut bench = Bench::new(engine, args.seed)?;
     let runs = args.runs.max(1);
+    if !args.clients.is_empty() {
+        let mut record = figures::set_up(&vault, &bench, &facts);
+        let counts: Vec<usize> = args.clients.iter().copied().map(usize::from).collect();
+        clients::run(&mut bench, &mut ceilings, &vault, &counts, runs, &mut record)?;
+        return Ok(record);
+    }
     for run in 0..runs {
         bench.run(&mut ceilings, &|what| {
             if io::stderr().is_terminal() {

@@ -46,6 +46,9 @@ impl Default for SchedulerOptions {
     }
 }
 
+/// A ring that does not hold every expert holds those of so many tokens for each job that is let in, one job in any
+/// case: with less, jobs evict each other's experts and all together are slower than one alone. EXP-ENGINE-03.
+const RING_TOKENS: usize = 4;
 /// Positions of an answer that must have room for its job to be let in.
 const ANSWER_ROOM: usize = 256;
 /// Blocks written to the file after a step; all of them while there is nothing else to do.
@@ -182,7 +185,12 @@ impl Scheduler {
         let plan = engine.info().plan;
         Ok(Self {
             pace: Pace::new(options.stall, plan.chunk),
-            max_running: plan.sessions,
+            max_running: if plan.holds_all() {
+                plan.sessions
+            } else {
+                let token = engine.spec().moe_layers().count() * engine.spec().moe.top_k;
+                (plan.ring_slots / (RING_TOKENS * token.max(1))).clamp(1, plan.sessions)
+            },
             engine,
             options,
             waiting: VecDeque::new(),

@@ -120,7 +120,7 @@ pub struct Facts {
 }
 
 /// Bytes that a token touches.
-struct Touched {
+pub struct Touched {
     /// Backbone without head and embedding.
     dense: u64,
     /// The head.
@@ -128,11 +128,14 @@ struct Touched {
     /// Routed experts.
     experts: u64,
     /// MoE layers.
-    layers: usize,
+    pub layers: usize,
+    /// Of those, one expert of an average layer.
+    expert: f64,
 }
 
 impl Touched {
-    fn of(vault: &Vault) -> Self {
+    /// Those of a vault.
+    pub fn of(vault: &Vault) -> Self {
         let bytes = |tensor| {
             let name = vault.tensor_name(tensor);
             let found = vault.backbone.iter().find(|(n, _)| **n == *name);
@@ -142,11 +145,12 @@ impl Touched {
         let embed = bytes(BackboneTensor::Embed);
         let head = if vault.spec.tied_head { embed } else { bytes(BackboneTensor::Head) };
         let spec = &vault.spec;
-        let routed = vault.experts.layers.iter().map(|table| table.used_bytes() as u64);
+        let routed: u64 = vault.experts.layers.iter().map(|table| table.used_bytes() as u64).sum();
         Self {
+            expert: routed as f64 / vault.experts.layers.len().max(1) as f64,
             dense: all - embed - if spec.tied_head { 0 } else { head },
             head,
-            experts: routed.sum::<u64>() * spec.moe.top_k as u64,
+            experts: routed * spec.moe.top_k as u64,
             layers: spec.moe_layers().count(),
         }
     }
@@ -157,14 +161,19 @@ impl Touched {
 
     /// Seconds of a token in which nothing overlaps but a layer's reads with its experts.
     fn serial_floor_s(&self, missed_bytes: f64, disk: f64, memory: f64) -> f64 {
+        self.step_floor_s(self.experts as f64 / self.expert, missed_bytes, disk, memory)
+    }
+
+    /// The same of a step that needs so many experts in all its layers.
+    pub fn step_floor_s(&self, experts: f64, missed_bytes: f64, disk: f64, memory: f64) -> f64 {
         let layers = self.layers.max(1) as f64;
-        let layer = (missed_bytes / layers / disk).max(self.experts as f64 / layers / memory);
+        let layer = (missed_bytes / layers / disk).max(experts * self.expert / layers / memory);
         (self.dense + self.head) as f64 / memory + layers * layer
     }
 }
 
-/// All figures of a bench.
-pub fn record(vault: &Vault, bench: &Bench, ceilings: &Ceilings, facts: &Facts) -> Record {
+/// Machine, model and plan of a bench.
+pub fn set_up(vault: &Vault, bench: &Bench, facts: &Facts) -> Record {
     let mut record = Record::default();
     machine_facts(&mut record);
     model_facts(&mut record, vault);
@@ -185,7 +194,12 @@ pub fn record(vault: &Vault, bench: &Bench, ceilings: &Ceilings, facts: &Facts) 
         record.set("load_s", rounded(facts.load_s));
         record.set("load_gb_s", rounded(facts.load_bytes as f64 / facts.load_s / 1e9));
     }
+    record
+}
 
+/// All figures of a bench.
+pub fn record(vault: &Vault, bench: &Bench, ceilings: &Ceilings, facts: &Facts) -> Record {
+    let mut record = set_up(vault, bench, facts);
     let runs = &bench.runs;
     record.set("runs", runs.len());
     let seconds = |stretch: fn(&Run) -> &Stretch| runs.iter().map(move |run| stretch(run).time.as_secs_f64());
