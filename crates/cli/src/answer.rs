@@ -120,7 +120,8 @@ impl Asker<'_> {
         let mut on_progress = |done: usize, total: usize| {
             let _ = emit(Piece::Prompt { done, total });
         };
-        let mut control = Control { cancel: Some(flag), progress: Some(&mut on_progress), ..Control::default() };
+        let mut control =
+            Control { cancel: Some(flag), progress: Some(&mut on_progress), ..Control::default() };
         let synced = self.engine.sync(self.session, prompt, &mut control).map_err(|e| match e {
             EngineError::Cancelled => {
                 interrupt::take();

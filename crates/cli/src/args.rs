@@ -27,6 +27,8 @@ pub enum Command {
     Run(RunArgs),
     /// Talk, turn by turn
     Chat(ChatArgs),
+    /// Serve vaults: OpenAI's, Anthropic's and Ollama's API, and a web console
+    Serve(ServeArgs),
     /// Try the bundled demo model: chat at a terminal, a sample answer otherwise
     Demo(DemoArgs),
     /// Turn a Hugging Face checkpoint into a vault
@@ -99,8 +101,7 @@ impl MachineArgs {
             chunk: self.chunk,
             threads: self.threads,
             kv: self.kv,
-            sessions: 1,
-            reserved: 0,
+            ..PlanRequest::default()
         }
     }
 
@@ -252,13 +253,31 @@ pub struct RunArgs {
 #[derive(Debug, Args)]
 pub struct ChatArgs {
     /// The vault
-    pub vault: PathBuf,
+    #[arg(required_unless_present = "connect")]
+    pub vault: Option<PathBuf>,
+    /// Instead of a vault, a server that runs: its address, such as localhost:8080
+    #[arg(
+        long,
+        value_name = "URL",
+        conflicts_with_all = ["vault", "panel", "instrument", "report", "memory", "ring", "context", "threads",
+            "chunk", "kv", "readers", "look_ahead", "spec", "exact", "no_checksums"]
+    )]
+    pub connect: Option<String>,
+    /// Which of the server's models [default: the one that is loaded, or its first]
+    #[arg(long, value_name = "NAME", requires = "connect")]
+    pub model: Option<String>,
+    /// The server's key [default: $SMOE_API_KEY, or $OPENAI_API_KEY]
+    #[arg(long, value_name = "KEY", requires = "connect")]
+    pub api_key: Option<String>,
     /// Instructions for the model
     #[arg(long, value_name = "TEXT")]
     pub system: Option<String>,
-    /// The most tokens of an answer
-    #[arg(long, value_name = "N", default_value_t = 4096)]
-    pub max_tokens: usize,
+    /// The most tokens of an answer [default: 4096; with --connect, what the server allows]
+    #[arg(long, value_name = "N")]
+    pub max_tokens: Option<usize>,
+    /// Show answers as the model writes them: no markdown, reasoning not set apart
+    #[arg(long)]
+    pub plain: bool,
     /// Fill the screen: the conversation, and beside it the engine at work
     #[arg(long, conflicts_with = "instrument")]
     pub panel: bool,
@@ -427,6 +446,9 @@ pub struct BenchArgs {
     /// Repeat everything so many times; figures are medians
     #[arg(long, value_name = "N", default_value_t = 3)]
     pub runs: usize,
+    /// Instead, so many conversations decoding together, in turns, such as 1,2,4,8
+    #[arg(long, value_name = "N,...", value_delimiter = ',', value_parser = clap::value_parser!(u16).range(1..=256))]
+    pub clients: Vec<u16>,
     /// Seed of the token ids
     #[arg(long, value_name = "N", default_value_t = 1337)]
     pub seed: u64,
@@ -439,6 +461,55 @@ pub struct BenchArgs {
     /// Show the figures beside those of an older record
     #[arg(long, value_name = "OLD.json")]
     pub compare: Option<PathBuf>,
+    #[command(flatten)]
+    pub machine: MachineArgs,
+}
+
+/// `smoe serve`.
+#[derive(Debug, Args)]
+pub struct ServeArgs {
+    /// Vaults, or directories of them; the first one is loaded first
+    #[arg(required = true)]
+    pub paths: Vec<PathBuf>,
+    /// Address to listen on; 0.0.0.0 is every one of this machine
+    #[arg(long, value_name = "HOST", default_value = "127.0.0.1")]
+    pub host: String,
+    /// Port to listen on; 0 takes a free one
+    #[arg(long, value_name = "N", default_value_t = 8000)]
+    pub port: u16,
+    /// Key that clients must send [default: any is accepted]
+    #[arg(long, value_name = "KEY", env = "SMOE_API_KEY", hide_env_values = true)]
+    pub api_key: Option<String>,
+    /// Let pages of other origins use the server
+    #[arg(long)]
+    pub cors: bool,
+    /// Conversations answered at once; fewer on a small ring
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=256))]
+    pub parallel: u16,
+    /// Requests that wait; more are told to come again
+    #[arg(long, value_name = "N", default_value_t = 64)]
+    pub queue: usize,
+    /// Vaults loaded at once, as far as memory allows
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub resident: usize,
+    /// Memory for keys and values, in contexts that conversations share [default: 2]
+    #[arg(long, value_name = "N", default_value_t = 2)]
+    pub kv_contexts: usize,
+    /// Directory of the files in which conversations are remembered, or `off` [default: the user's cache]
+    #[arg(long, value_name = "DIR|off")]
+    pub kv_cache: Option<PathBuf>,
+    /// The most that such a file may take
+    #[arg(long, value_name = "SIZE", default_value = "4G", value_parser = parse_size)]
+    pub kv_cache_size: u64,
+    /// The longest wait for a token that is aimed at while a prompt is computed, in milliseconds
+    #[arg(long, value_name = "MS", default_value_t = 500)]
+    pub stall: u64,
+    /// Do not guess tokens ahead
+    #[arg(long)]
+    pub no_speculation: bool,
+    /// Log every request, not only what goes wrong
+    #[arg(long, short)]
+    pub verbose: bool,
     #[command(flatten)]
     pub machine: MachineArgs,
 }

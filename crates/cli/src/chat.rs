@@ -3,26 +3,37 @@
 //! The whole conversation is rendered anew each turn, as the model's own template has it; the session keeps
 //! what it already holds of it, so a turn costs its new tokens only.
 
-use std::io::{self, BufRead, IsTerminal, Write};
-use std::path::PathBuf;
+mod body;
+mod cells;
+mod connect;
+mod conversation;
+mod markdown;
+mod monitor;
+mod screen;
+mod show;
+mod terminal;
 
-use rustyline::error::ReadlineError;
-use rustyline::history::DefaultHistory;
-use rustyline::{Config, Editor};
-use serde_json::{Value, json};
-use smoe_engine::{Engine, Finish, Limits, Sampler, Session};
-use smoe_text::{ChatTemplate, ModelText, Tokenizer};
+use std::io::{self, IsTerminal};
+
+use serde_json::Value;
+use smoe_engine::{Engine, Finish, Limits, Sampler, Session, Vault};
+use smoe_text::{ChatTemplate, ModelText, ReplyFormat, ReplyParser, Tokenizer};
 
 use crate::answer::{Answer, Asker, Figures, Piece};
 use crate::args::ChatArgs;
 use crate::failure::Failure;
 use crate::instrument::{Display, panel};
-use crate::progress::Prefill;
 use crate::{model, run, warmth};
+use conversation::{Conversation, agree};
+use terminal::Terminal;
+
+/// Unless it is said otherwise.
+const MAX_TOKENS: usize = 4096;
 
 const HELP: &str = "\
 /reset          forget the conversation
 /system TEXT    set the instructions (and forget the conversation); without TEXT, show them
+/think          fold or unfold the model's reasoning
 /stats          figures of the last answer and of the session
 /help           this list
 /quit           leave (also Ctrl-D)
@@ -30,7 +41,13 @@ Ctrl-C stops an answer and keeps what was said.";
 
 /// Runs the command.
 pub fn chat(args: &ChatArgs) -> Result<(), Failure> {
-    let vault = model::open_vault(&args.vault)?;
+    if let Some(url) = &args.connect {
+        return connect::chat(url, args);
+    }
+    let Some(path) = &args.vault else {
+        return Err(Failure::Usage("name a vault, or a server with --connect".to_owned()));
+    };
+    let vault = model::open_vault(path)?;
     let text = model::open_text(&vault)?;
     let (Some(tokenizer), Some(template)) = (&text.tokenizer, &text.chat_template) else {
         return Err(Failure::new(
@@ -46,11 +63,11 @@ pub fn chat(args: &ChatArgs) -> Result<(), Failure> {
         text: &text,
         tokenizer,
         template,
+        format: ReplyFormat::detect(&template_source(&vault)?),
         sampler,
         session,
-        turns: Vec::new(),
-        system: args.system.clone(),
-        max_tokens: args.max_tokens,
+        conversation: Conversation::new(args.system.clone()),
+        max_tokens: args.max_tokens.unwrap_or(MAX_TOKENS),
         last: None,
         answered: 0,
     };
@@ -62,11 +79,32 @@ pub fn chat(args: &ChatArgs) -> Result<(), Failure> {
     let talked = if args.panel && at_terminal {
         panel::show(&mut engine, |engine, face| talk.converse(engine, face, &mut display))
     } else {
-        Terminal::new().and_then(|mut face| talk.converse(&mut engine, &mut face, &mut display))
+        let watched = (engine.meters(), engine.info().plan.context);
+        Terminal::new(args.plain, Some(watched))
+            .and_then(|mut face| talk.converse(&mut engine, &mut face, &mut display))
     };
     warmth::keep(&engine, &vault);
     display.end(&mut engine)?;
     talked
+}
+
+/// The chat template as it was written, which tells how the model marks its reasoning.
+fn template_source(vault: &Vault) -> Result<String, Failure> {
+    if let Some(source) = vault.side_file("chat_template.jinja")? {
+        return Ok(String::from_utf8_lossy(&source).into_owned());
+    }
+    for name in ["tokenizer_config.json", "chat_template.json"] {
+        let Some(bytes) = vault.side_file(name)? else { continue };
+        let file: Value = serde_json::from_slice(&bytes)?;
+        match &file["chat_template"] {
+            Value::String(source) => return Ok(source.clone()),
+            Value::Array(named) => {
+                return Ok(named.iter().filter_map(|template| template["template"].as_str()).collect());
+            }
+            _ => {}
+        }
+    }
+    Ok(String::new())
 }
 
 /// Where a conversation is held: line by line at a terminal or a pipe, or in the panel.
@@ -87,17 +125,23 @@ pub trait Face {
     fn end(&mut self, engine: &Engine, answer: Option<&Answer>) -> io::Result<()>;
     /// What it cost, after what there is to say of its end.
     fn figures(&mut self, answer: &Answer, display: &Display);
+    /// How to read the answer that has begun.
+    fn reply(&mut self, _parser: ReplyParser) {}
+    /// Folds reasoning, or unfolds it.
+    fn think(&mut self) -> io::Result<()> {
+        self.note("reasoning is shown as it is written");
+        Ok(())
+    }
 }
 
 struct Talk<'a> {
     text: &'a ModelText,
     tokenizer: &'a Tokenizer,
     template: &'a ChatTemplate,
+    format: ReplyFormat,
     sampler: Sampler,
     session: Session,
-    /// Messages of user and assistant.
-    turns: Vec<Value>,
-    system: Option<String>,
+    conversation: Conversation,
     max_tokens: usize,
     last: Option<Figures>,
     answered: usize,
@@ -124,19 +168,8 @@ impl Talk<'_> {
             match command {
                 "/quit" | "/exit" => break,
                 "/help" => face.note(HELP),
-                "/reset" => {
-                    self.turns.clear();
-                    face.note("forgotten");
-                }
-                "/system" if rest.is_empty() => {
-                    face.note(self.system.as_deref().unwrap_or("no instructions"));
-                }
-                "/system" => {
-                    self.system = Some(rest.trim().to_owned());
-                    self.turns.clear();
-                    face.note("instructions set, conversation forgotten");
-                }
                 "/stats" => face.note(&self.stats(engine)),
+                _ if self.conversation.command(command, rest, face)? => {}
                 _ if command.starts_with('/') => face.note("no such command; /help lists them"),
                 _ => self.turn(engine, face, display, line)?,
             }
@@ -151,11 +184,11 @@ impl Talk<'_> {
         display: &mut Display,
         said: &str,
     ) -> Result<(), Failure> {
-        self.turns.push(json!({"role": "user", "content": said}));
+        self.conversation.ask(said);
         let answer = match self.answer(engine, face) {
             Ok(Some(answer)) => answer,
             Ok(None) => {
-                self.turns.pop();
+                self.conversation.take_back();
                 return Ok(());
             }
             Err(failure) => {
@@ -167,7 +200,7 @@ impl Talk<'_> {
                     }
                     failure => face.note(&format!("error: {failure}")),
                 }
-                self.turns.pop();
+                self.conversation.take_back();
                 return Ok(());
             }
         };
@@ -182,7 +215,7 @@ impl Talk<'_> {
         }
         display.keep(&answer);
         face.figures(&answer, display);
-        self.turns.push(json!({"role": "assistant", "content": answer.text.clone()}));
+        self.conversation.answer(&answer.text);
         self.answered += 1;
         self.last = Some(answer.figures);
         Ok(())
@@ -191,14 +224,14 @@ impl Talk<'_> {
     /// The answer to the conversation as it stands; `None` if it does not fit and the user would not drop.
     fn answer(&mut self, engine: &mut Engine, face: &mut dyn Face) -> Result<Option<Answer>, Failure> {
         let context = engine.info().plan.context;
-        let prompt = loop {
-            let prompt = self.prompt()?;
+        let (rendered, prompt) = loop {
+            let (rendered, prompt) = self.prompt()?;
             // An answer wants room too, but a short one is better than none.
             if prompt.len() < context {
-                break prompt;
+                break (rendered, prompt);
             }
             let needed = prompt.len();
-            if self.turns.len() <= 1 {
+            if self.conversation.is_one_question() {
                 face.note(&format!(
                     "this message alone needs {needed} of {context} positions: shorten it, or raise --context"
                 ));
@@ -211,12 +244,12 @@ impl Talk<'_> {
                 face.note("kept; /reset forgets the conversation");
                 return Ok(None);
             }
-            // A turn is a question and its answer.
-            let next = self.turns.iter().skip(1).position(|turn| turn["role"] == "user");
-            self.turns.drain(..next.map_or(1, |i| i + 1));
+            self.conversation.drop_oldest();
         };
         let limits = Limits { max_tokens: self.max_tokens, end_tokens: self.text.end_tokens.clone() };
         face.begin(prompt.len());
+        // It was offered no tools: what looks like a call is text.
+        face.reply(ReplyParser::new(&self.format, &[], &rendered));
         Asker {
             engine,
             session: &mut self.session,
@@ -229,12 +262,11 @@ impl Talk<'_> {
         .map(Some)
     }
 
-    fn prompt(&self) -> Result<Vec<u32>, Failure> {
-        let mut messages = Vec::new();
-        messages.extend(self.system.as_ref().map(|text| json!({"role": "system", "content": text})));
-        messages.extend(self.turns.iter().cloned());
-        let rendered = self.template.render(&run::conversation(self.text, messages))?;
-        Ok(self.tokenizer.encode(&rendered)?)
+    /// The conversation as the template has it, and its tokens.
+    fn prompt(&self) -> Result<(String, Vec<u32>), Failure> {
+        let rendered = self.template.render(&run::conversation(self.text, self.conversation.messages()))?;
+        let tokens = self.tokenizer.encode(&rendered)?;
+        Ok((rendered, tokens))
     }
 
     fn stats(&self, engine: &Engine) -> String {
@@ -262,125 +294,4 @@ impl Talk<'_> {
             shares.join(", ")
         )
     }
-}
-
-/// Asks until the answer is yes (or nothing) or no; the end of input is no.
-fn agree(face: &mut dyn Face, question: &str) -> Result<bool, Failure> {
-    loop {
-        let Some(reply) = face.ask(question)? else { return Ok(false) };
-        match reply.trim().to_ascii_lowercase().as_str() {
-            "" | "y" | "yes" => return Ok(true),
-            "n" | "no" => return Ok(false),
-            _ => face.note("y or n"),
-        }
-    }
-}
-
-/// Lines from a terminal, with editing and history, or from a pipe; answers to stdout.
-struct Terminal {
-    editor: Option<Editor<(), DefaultHistory>>,
-    history: Option<PathBuf>,
-    interactive: bool,
-    bar: Prefill,
-}
-
-impl Terminal {
-    fn new() -> Result<Self, Failure> {
-        let interactive = io::stdin().is_terminal();
-        let mut terminal = Self { editor: None, history: None, interactive, bar: Prefill::default() };
-        if interactive {
-            let config = Config::builder().max_history_size(1000)?.build();
-            let mut editor = Editor::with_config(config)?;
-            terminal.history = history_path();
-            if let Some(path) = &terminal.history {
-                // None on the first run.
-                let _ = editor.load_history(path);
-            }
-            terminal.editor = Some(editor);
-        }
-        Ok(terminal)
-    }
-}
-
-impl Face for Terminal {
-    fn is_interactive(&self) -> bool {
-        self.interactive
-    }
-
-    /// Ctrl-C drops the line that is being typed.
-    fn next(&mut self) -> Result<Option<String>, Failure> {
-        let line = self.ask("> ")?;
-        if let (Some(editor), Some(line)) = (&mut self.editor, &line) {
-            editor.add_history_entry(line)?;
-        }
-        Ok(line)
-    }
-
-    /// Not in the history.
-    fn ask(&mut self, question: &str) -> Result<Option<String>, Failure> {
-        let Some(editor) = &mut self.editor else {
-            let mut line = Vec::new();
-            io::stdin().lock().read_until(b'\n', &mut line)?;
-            return Ok((!line.is_empty()).then(|| String::from_utf8_lossy(&line).into_owned()));
-        };
-        loop {
-            match editor.readline(question) {
-                Ok(line) => return Ok(Some(line)),
-                Err(ReadlineError::Interrupted) => eprintln!("(Ctrl-D leaves)"),
-                Err(ReadlineError::Eof) => return Ok(None),
-                Err(error) => return Err(error.into()),
-            }
-        }
-    }
-
-    fn note(&mut self, text: &str) {
-        eprintln!("{text}");
-    }
-
-    fn begin(&mut self, _prompt_tokens: usize) {}
-
-    fn piece(&mut self, piece: Piece<'_>) -> io::Result<()> {
-        match piece {
-            Piece::Prompt { done, total } => self.bar.at(done, total),
-            Piece::Token { .. } => {}
-            Piece::Text(text) => {
-                let mut out = io::stdout().lock();
-                out.write_all(text.as_bytes())?;
-                out.flush()?;
-            }
-        }
-        Ok(())
-    }
-
-    fn end(&mut self, _engine: &Engine, answer: Option<&Answer>) -> io::Result<()> {
-        self.bar = Prefill::default();
-        match answer {
-            Some(_) => writeln!(io::stdout().lock()),
-            None => {
-                eprintln!();
-                Ok(())
-            }
-        }
-    }
-
-    fn figures(&mut self, answer: &Answer, display: &Display) {
-        display.print(answer, self.interactive);
-    }
-}
-
-impl Drop for Terminal {
-    fn drop(&mut self) {
-        if let (Some(editor), Some(path)) = (&mut self.editor, &self.history) {
-            // A history that cannot be saved is no reason to fail a conversation.
-            let _ = path.parent().map(std::fs::create_dir_all);
-            let _ = editor.save_history(path);
-        }
-    }
-}
-
-/// `$XDG_STATE_HOME/smoe/history`, or below `~/.local/state`.
-fn history_path() -> Option<PathBuf> {
-    let state = std::env::var_os("XDG_STATE_HOME").map(PathBuf::from);
-    let home = || std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".local/state"));
-    Some(state.or_else(home)?.join("smoe/history"))
 }

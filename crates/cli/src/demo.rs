@@ -15,9 +15,13 @@ pub fn demo(args: &DemoArgs) -> Result<(), Failure> {
     let vault = PathBuf::from("demo");
     if io::stdin().is_terminal() && io::stdout().is_terminal() {
         return chat::chat(&ChatArgs {
-            vault,
+            vault: Some(vault),
+            connect: None,
+            model: None,
+            api_key: None,
             system: None,
-            max_tokens: 1024,
+            max_tokens: Some(1024),
+            plain: false,
             panel: args.panel,
             instrument: args.instrument.clone(),
             sampling: args.sampling.clone(),

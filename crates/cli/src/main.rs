@@ -31,6 +31,7 @@ mod probe;
 mod progress;
 mod run;
 mod sculpt;
+mod serve;
 mod synth;
 mod template;
 mod trace;
@@ -55,6 +56,7 @@ fn main() -> ExitCode {
         Command::Verify(args) => verify::verify(&args),
         Command::Probe(args) => probe::probe(&args),
         Command::Bench(args) => bench::bench(&args),
+        Command::Serve(args) => serve::serve(&args),
         Command::Trace(command) => trace::trace(&command),
         Command::Template(args) => template::template(&args),
     };

@@ -97,16 +97,27 @@ pub fn keep(engine: &Engine, vault: &Vault) {
 
 /// The histogram of the vault at this path, in the user's cache directory.
 fn path(vault: &Vault) -> Option<PathBuf> {
+    let directory = cache_directory()?;
+    Some(directory.join(format!("warmth-{}.json", place_hash(&vault.experts_path)?)))
+}
+
+/// Where the user's programs keep what can be made again.
+pub fn cache_directory() -> Option<PathBuf> {
     let set = |name| std::env::var_os(name).filter(|value| !value.is_empty());
     let cache = set("XDG_CACHE_HOME")
         .map(PathBuf::from)
         .or_else(|| set("HOME").map(|home| Path::new(&home).join(".cache")))?;
-    let own = fs::canonicalize(&vault.experts_path).ok()?;
+    Some(cache.join("smoe"))
+}
+
+/// A name for the place where a file is.
+pub fn place_hash(path: &Path) -> Option<String> {
+    let own = fs::canonicalize(path).ok()?;
     // FNV-1a: names must differ, nothing more.
     let hash = own.as_os_str().as_encoded_bytes().iter().fold(0xcbf2_9ce4_8422_2325u64, |hash, &byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
     });
-    Some(cache.join("smoe").join(format!("warmth-{hash:016x}.json")))
+    Some(format!("{hash:016x}"))
 }
 
 #[cfg(test)]

@@ -209,24 +209,6 @@ impl Scheduler {
         &self.engine
     }
 
-    /// The engine, between steps.
-    pub const fn engine_mut(&mut self) -> &mut Engine {
-        &mut self.engine
-    }
-
-    /// Ends every job as [`Finish::Stopped`] and gives the engine back, its conversations brought to the file.
-    ///
-    /// # Errors
-    /// If the file fails.
-    pub fn close(mut self) -> Result<Engine, EngineError> {
-        for active in self.waiting.iter_mut().chain(&mut self.running) {
-            active.end.get_or_insert(Ok(Finish::Stopped));
-        }
-        self.end_jobs();
-        self.engine.flush_conversations()?;
-        Ok(self.engine)
-    }
-
     fn new_active(&mut self, job: Job) -> Result<Active, EngineError> {
         let (spec, plan) = (self.engine.spec(), self.engine.info().plan);
         if job.prompt.is_empty() {
@@ -470,6 +452,18 @@ impl Scheduler {
         while let Some(i) = self.waiting.iter().position(|active| active.end.is_some()) {
             self.waiting.remove(i).into_iter().for_each(tell_end);
         }
+    }
+}
+
+/// Ends every job as [`Finish::Stopped`]; what all of them computed is brought to the file.
+impl Drop for Scheduler {
+    fn drop(&mut self) {
+        for active in self.waiting.iter_mut().chain(&mut self.running) {
+            active.end.get_or_insert(Ok(Finish::Stopped));
+        }
+        self.end_jobs();
+        // Nobody is left to hear of a failure; it costs a prefill one day.
+        let _ = self.engine.flush_conversations();
     }
 }
 

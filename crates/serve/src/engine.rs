@@ -1,0 +1,45 @@
+//! From a vault to a machine: the engine behind its scheduler.
+
+use smoe_engine::memory::MemoryFacts;
+use smoe_engine::{Engine, EngineOptions, Scheduler, SchedulerOptions, Vault};
+
+use crate::fleet::{Opened, Start, Starting};
+use crate::runner::{Glance, Machine};
+
+impl Machine for Scheduler {
+    fn glance(&self) -> Option<Glance> {
+        let mut glance = Glance { ring_limit: self.engine().ring_limit(), ..Glance::default() };
+        let mut resident = Vec::new();
+        self.engine().residency(&mut |key, is_resident| resident.push((key, is_resident)));
+        resident.sort_unstable();
+        glance.resident = resident.chunks(8).map(bits).collect();
+        Some(glance)
+    }
+}
+
+fn bits<K>(experts: &[(K, bool)]) -> u8 {
+    experts.iter().enumerate().fold(0, |byte, (bit, (_, resident))| byte | u8::from(*resident) << bit)
+}
+
+/// Loads vaults with these options. `scheduler` may depend on the vault (a cache has its file), and `reserve` says
+/// how many bytes its text takes.
+pub fn start_engine(
+    options: EngineOptions,
+    scheduler: impl Fn(&Vault) -> SchedulerOptions + Send + Sync + 'static,
+    reserve: impl Fn(&Vault) -> u64 + Send + Sync + 'static,
+) -> Start {
+    // What there is before anything is loaded: a ring that is claimed and not yet touched counts as free later on.
+    let free = options.plan.memory.unwrap_or_else(|| MemoryFacts::detect().budget());
+    Box::new(move |Starting { vault, held, progress }| {
+        let mut options = options.clone();
+        options.plan.reserved = reserve(vault);
+        if held > 0 {
+            options.plan.memory = Some(free.saturating_sub(held));
+        }
+        let mut engine = Engine::open(vault, &options)?;
+        engine.preload(progress)?;
+        let (meters, info) = (Some(engine.meters()), Some(engine.info()));
+        let scheduler = Scheduler::new(engine, scheduler(vault))?;
+        Ok(Opened { machine: Box::new(scheduler), meters, info })
+    })
+}
