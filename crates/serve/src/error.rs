@@ -42,7 +42,9 @@ impl ApiError {
     /// 400: the prompt, or what is to follow it, does not fit. Names both numbers.
     pub fn context(context: usize, prompt: usize, completion: Option<usize>) -> Self {
         let wanted = match completion {
-            Some(tokens) => format!("{} tokens ({prompt} of the prompt, {tokens} to follow)", prompt + tokens),
+            Some(tokens) => {
+                format!("{} tokens ({prompt} of the prompt, {tokens} to follow)", prompt + tokens)
+            }
             None => format!("a prompt of {prompt} tokens"),
         };
         Self::invalid(format!(
@@ -55,9 +57,13 @@ impl ApiError {
 
     /// 404: no such model.
     pub fn no_model(name: &str) -> Self {
-        Self::new(StatusCode::NOT_FOUND, "invalid_request_error", format!("the model `{name}` does not exist"))
-            .coded("model_not_found")
-            .at("model")
+        Self::new(
+            StatusCode::NOT_FOUND,
+            "invalid_request_error",
+            format!("the model `{name}` does not exist"),
+        )
+        .coded("model_not_found")
+        .at("model")
     }
 
     /// 404: no such path.
@@ -69,7 +75,8 @@ impl ApiError {
     /// 405: not this way.
     pub fn wrong_method(method: &str, path: &str) -> Self {
         let message = format!("{path} does not take {method}");
-        Self::new(StatusCode::METHOD_NOT_ALLOWED, "invalid_request_error", message).coded("method_not_allowed")
+        Self::new(StatusCode::METHOD_NOT_ALLOWED, "invalid_request_error", message)
+            .coded("method_not_allowed")
     }
 
     /// 401: the key is missing or wrong.
@@ -80,7 +87,8 @@ impl ApiError {
 
     /// 403: a page of another origin asks, and that was not allowed.
     pub fn foreign_origin(origin: &str) -> Self {
-        let message = format!("pages of {origin} may not use this server; start it with --cors to allow that");
+        let message =
+            format!("pages of {origin} may not use this server; start it with --cors to allow that");
         Self::new(StatusCode::FORBIDDEN, "permission_error", message).coded("origin_not_allowed")
     }
 
@@ -97,7 +105,8 @@ impl ApiError {
 
     /// 429: too many wait already.
     pub fn busy(waiting: usize) -> Self {
-        let message = format!("{waiting} requests are waiting already, which is all that may: try again later");
+        let message =
+            format!("{waiting} requests are waiting already, which is all that may: try again later");
         Self::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", message).coded("queue_full")
     }
 

@@ -191,7 +191,11 @@ impl Fleet {
     ///
     /// # Errors
     /// If too many wait already, or it cannot be loaded.
-    pub async fn acquire(self: &Arc<Self>, id: &str, phase: &(dyn Fn(Phase) + Sync)) -> Result<Lease, ApiError> {
+    pub async fn acquire(
+        self: &Arc<Self>,
+        id: &str,
+        phase: &(dyn Fn(Phase) + Sync),
+    ) -> Result<Lease, ApiError> {
         if let Some(lease) = self.lease(id) {
             return Ok(lease);
         }
@@ -222,8 +226,7 @@ impl Fleet {
     /// A lease of the model, if it is loaded and alive.
     fn lease(&self, id: &str) -> Option<Lease> {
         let mut loaded = lock(&self.loaded);
-        loaded.retain(|model| !model.runner().is_over());
-        let at = loaded.iter().position(|model| model.listing().id == id)?;
+        let at = loaded.iter().position(|model| model.listing().id == id && !model.runner().is_over())?;
         let model = loaded.remove(at);
         let lease = Lease::new(&model);
         loaded.push(model);
@@ -235,6 +238,10 @@ impl Fleet {
         let found = lock(&self.catalogue).find(id);
         let listing = found.ok_or_else(|| ApiError::no_model(id))?;
         self.loading.send_replace(Some(Loading { id: id.to_owned(), done: 0, total: 0 }));
+        let dead: Vec<_> = lock(&self.loaded).extract_if(.., |model| model.runner().is_over()).collect();
+        for model in dead {
+            stop(model).await;
+        }
         let result = loop {
             while lock(&self.loaded).len() >= self.config.resident.max(1) {
                 self.unload_one().await;
@@ -369,8 +376,8 @@ fn open_text(vault: &Vault) -> Result<(ModelText, String), LoadError> {
     if let Some(error) = failed.take() {
         return Err(error.into());
     }
-    let source = ["chat_template.jinja", "tokenizer_config.json", "chat_template.json"].into_iter().find_map(
-        |name| {
+    let source =
+        ["chat_template.jinja", "tokenizer_config.json", "chat_template.json"].into_iter().find_map(|name| {
             let bytes = read(name)?;
             if name.ends_with(".jinja") {
                 return String::from_utf8(bytes).ok();
@@ -384,7 +391,6 @@ fn open_text(vault: &Vault) -> Result<(ModelText, String), LoadError> {
                 }
                 _ => None,
             }
-        },
-    );
+        });
     Ok((text?, source.unwrap_or_default()))
 }

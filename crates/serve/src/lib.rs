@@ -118,7 +118,7 @@ struct Shared {
     fleet: Arc<Fleet>,
     tally: Arc<Tally>,
     /// For work that would hold up the server's threads.
-    workers: Semaphore,
+    workers: Arc<Semaphore>,
     life: watch::Sender<Life>,
 }
 
@@ -134,7 +134,8 @@ enum Life {
 
 impl AppState {
     fn new(config: Config, fleet: Arc<Fleet>) -> Self {
-        let workers = Semaphore::new(std::thread::available_parallelism().map_or(1, usize::from));
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let workers = Arc::new(Semaphore::new(cores));
         let life = watch::Sender::new(Life::Serving);
         Self(Arc::new(Shared { config, fleet, tally: Arc::default(), workers, life }))
     }
@@ -180,9 +181,13 @@ impl AppState {
         &self,
         work: impl FnOnce() -> T + Send + 'static,
     ) -> Result<T, ApiError> {
-        let _worker = self.0.workers.acquire().await;
-        let done = tokio::task::spawn_blocking(work).await;
-        done.map_err(|_| ApiError::internal("preparing the request failed unexpectedly"))
+        let worker = self.0.workers.clone().acquire_owned().await;
+        let done = tokio::task::spawn_blocking(move || {
+            // Held to the end of the work, also where nobody waits for it any more.
+            let _worker = worker;
+            work()
+        });
+        done.await.map_err(|_| ApiError::internal("preparing the request failed unexpectedly"))
     }
 }
 

@@ -72,13 +72,6 @@ impl Model {
         self.knows_developer
     }
 
-    /// Whether a token is a reasoning's marker or blank, so that it may leave no text behind.
-    pub(crate) fn is_markup(&self, token: &str) -> bool {
-        let token = token.trim();
-        let marks = self.format.reasoning.as_ref();
-        token.is_empty() || marks.is_some_and(|(open, close)| token == open.trim() || token == close.trim())
-    }
-
     /// Width of its logits.
     pub fn vocab_size(&self) -> usize {
         self.vocab_size
@@ -113,7 +106,8 @@ impl Model {
     pub(crate) fn grammar(&self) -> Result<&GrammarVocabulary, ApiError> {
         let make = || {
             let tokenizer = self.text.tokenizer.as_ref();
-            let tokenizer = tokenizer.ok_or_else(|| ApiError::invalid("this model's vault has no tokenizer"))?;
+            let tokenizer =
+                tokenizer.ok_or_else(|| ApiError::invalid("this model's vault has no tokenizer"))?;
             let made = GrammarVocabulary::new(tokenizer, self.vocab_size, &self.text.end_tokens);
             made.map_err(|error| ApiError::invalid(error.to_string()).coded("unsupported_by_model"))
         };

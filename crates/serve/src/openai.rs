@@ -4,7 +4,6 @@ mod answer;
 mod wire;
 
 use std::convert::Infallible;
-use std::future::ready;
 
 use axum::extract::{Path, State};
 use axum::http::HeaderMap;
@@ -33,10 +32,7 @@ pub fn routes() -> Router<AppState> {
         .route("/v1/models/{id}", get(model))
 }
 
-async fn chat(
-    State(state): State<AppState>,
-    Wire(request): Wire<ChatRequest>,
-) -> Result<Response, ApiError> {
+async fn chat(State(state): State<AppState>, Wire(request): Wire<ChatRequest>) -> Result<Response, ApiError> {
     let (streamed, include_usage) = (request.is_streamed(), request.includes_usage());
     let turn = request.turn()?;
     let n = turn.n;
@@ -66,7 +62,7 @@ async fn completions(
 /// The response to one or several turns of `n` choices each; their choices are counted on.
 async fn respond(
     state: &AppState,
-    mut writer: Writer,
+    writer: Writer,
     turns: Vec<TurnStream>,
     n: usize,
     streamed: bool,
@@ -83,17 +79,19 @@ async fn respond(
         // Each prompt's choices come after those of the prompts before it.
         turn.map(move |delta| (index * n, delta)).boxed()
     });
-    let events = stream::select_all(counted).scan(false, move |over, (offset, delta)| {
-        if *over {
-            return ready(None);
-        }
+    let deltas = Some(stream::select_all(counted));
+    let events = stream::unfold((deltas, writer), async |(deltas, mut writer)| {
+        let mut deltas = deltas?;
+        let (offset, delta) = deltas.next().await?;
         let failed = matches!(delta, Delta::Error(_));
         let mut data: Vec<String> = writer.chunks(offset, delta).iter().map(Value::to_string).collect();
-        *over = failed || writer.is_over();
-        if *over {
+        let over = failed || writer.is_over();
+        if over {
             data.push("[DONE]".to_owned());
         }
-        ready(Some(stream::iter(data.into_iter().map(|data| Ok::<_, Infallible>(Event::default().data(data))))))
+        let events = data.into_iter().map(|data| Ok::<_, Infallible>(Event::default().data(data)));
+        // What still runs after a failure is cancelled with its stream.
+        Some((stream::iter(events), ((!over).then_some(deltas), writer)))
     });
     let heartbeat = KeepAlive::new().interval(state.config().heartbeat).text("waiting");
     Ok(Sse::new(events.flatten()).keep_alive(heartbeat).into_response())

@@ -41,6 +41,7 @@ enum Command {
 pub struct Runner {
     commands: Sender<Command>,
     load: Arc<Mutex<Load>>,
+    over: Arc<AtomicBool>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -58,9 +59,11 @@ impl Runner {
     pub fn start(machine: Box<dyn Machine>) -> std::io::Result<Self> {
         let (commands, inbox) = channel();
         let load = Arc::new(Mutex::new(machine.load()));
-        let shown = load.clone();
-        let thread = Builder::new().name("model".to_owned()).spawn(move || run(machine, &inbox, &shown))?;
-        Ok(Self { commands, load, thread: Mutex::new(Some(thread)) })
+        let over = Arc::new(AtomicBool::new(false));
+        let (shown, ends) = (load.clone(), Ends(over.clone()));
+        let thread =
+            Builder::new().name("model".to_owned()).spawn(move || run(machine, &inbox, &shown, ends))?;
+        Ok(Self { commands, load, over, thread: Mutex::new(Some(thread)) })
     }
 
     /// What it was doing after its last step.
@@ -82,7 +85,9 @@ impl Runner {
         let _ = self.commands.send(Command::Submit(jobs, Box::new(accepted), reply));
         match answer.await {
             Ok(result) => result.map_err(ApiError::from),
-            Err(_) => Err(ApiError::internal("the model's thread has ended; it is loaded anew when asked for")),
+            Err(_) => {
+                Err(ApiError::internal("the model's thread has ended; it is loaded anew when asked for"))
+            }
         }
     }
 
@@ -94,9 +99,10 @@ impl Runner {
         answer.await.ok().flatten()
     }
 
-    /// Whether the thread has ended, by itself or because it was stopped.
+    /// Whether the thread takes nothing more: because it was stopped, or by a panic. The sinks of its jobs are not
+    /// gone before.
     pub fn is_over(&self) -> bool {
-        lock(&self.thread).as_ref().is_none_or(JoinHandle::is_finished)
+        self.over.load(Ordering::Acquire)
     }
 
     /// Cancels the jobs, ends the thread when it has nothing left to do, and waits until all that it owns is gone.
@@ -115,16 +121,24 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn run(mut machine: Box<dyn Machine>, inbox: &Receiver<Command>, load: &Mutex<Load>) {
+/// Says so when it is dropped.
+struct Ends(Arc<AtomicBool>);
+
+impl Drop for Ends {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Release);
+    }
+}
+
+fn run(mut machine: Box<dyn Machine>, inbox: &Receiver<Command>, load: &Mutex<Load>, ends: Ends) {
+    // Dropped before the machine is, whatever happens.
+    let _ends = ends;
     let mut busy = false;
     // Of jobs that may still run.
     let mut cancels: Vec<Arc<AtomicBool>> = Vec::new();
     loop {
-        let command = if busy {
-            inbox.try_recv()
-        } else {
-            inbox.recv().map_err(|_| TryRecvError::Disconnected)
-        };
+        let command =
+            if busy { inbox.try_recv() } else { inbox.recv().map_err(|_| TryRecvError::Disconnected) };
         match command {
             Ok(Command::Submit(jobs, accepted, reply)) => {
                 let before = machine.load();

@@ -11,6 +11,7 @@
 mod bound;
 mod prompt;
 mod reply;
+mod told;
 mod voice;
 
 use std::collections::VecDeque;
@@ -188,7 +189,7 @@ pub enum Delta {
     Text {
         /// Which answer.
         choice: usize,
-        /// The text; empty where only log probabilities are to be told.
+        /// The text.
         text: String,
         /// The tokens that have become text with this piece, if asked for.
         logprobs: Vec<TokenLogprob>,
@@ -424,7 +425,8 @@ async fn begin(
     };
     let lease = state.fleet().acquire(&model, &phase).await?;
     let load = lease.runner().load();
-    if load.max_queued > 0 && load.queued >= load.max_queued {
+    // The driver decides, when its step is over; what is certain is said at once.
+    if load.running >= load.max_running && load.queued >= load.max_queued {
         return Err(ApiError::busy(load.queued));
     }
     let (lease, turn, prepared) = state

@@ -54,13 +54,15 @@ impl Catalogue {
     /// Looks at the disk.
     pub(super) fn scan(&mut self, paths: &[PathBuf], open: &Open) {
         let mut taken = HashSet::new();
-        self.order = paths.iter().flat_map(|path| vaults_at(path)).filter(|p| taken.insert(p.clone())).collect();
+        self.order =
+            paths.iter().flat_map(|path| vaults_at(path)).filter(|p| taken.insert(p.clone())).collect();
         let order = &self.order;
         self.seen.retain(|path, _| order.contains(path));
         let mut ids = HashSet::new();
         for path in order {
             let stamp = stamp(path);
-            let known = self.seen.get(path).filter(|(seen, _)| *seen == stamp).map(|(_, listing)| listing.clone());
+            let known =
+                self.seen.get(path).filter(|(seen, _)| *seen == stamp).map(|(_, listing)| listing.clone());
             let mut listing = known.unwrap_or_else(|| {
                 let listing = open(path).map(|vault| describe(&vault, path, stamp));
                 if let Err(error) = &listing {
@@ -113,7 +115,11 @@ fn vaults_at(path: &Path) -> Vec<PathBuf> {
 }
 
 fn is_vault(path: &Path) -> bool {
-    if path.is_dir() { path.join(file_name::EXPERTS).is_file() } else { path.extension().is_some_and(|e| e == "smoe") }
+    if path.is_dir() {
+        path.join(file_name::EXPERTS).is_file()
+    } else {
+        path.extension().is_some_and(|e| e == "smoe")
+    }
 }
 
 /// The expert file is written last, or renamed with its directory.

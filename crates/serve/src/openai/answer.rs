@@ -129,8 +129,9 @@ impl Writer {
         chunk["smoe"] = match phase {
             Phase::Queued { ahead } => json!({"phase": "queued", "ahead": ahead}),
             Phase::Loading { done, total } => json!({"phase": "loading", "done": done, "total": total}),
+            // Of the whole prompt: what was cached is done.
             Phase::Prefill { done, total, cached } => {
-                json!({"phase": "prefill", "done": done, "total": total, "cached": cached})
+                json!({"phase": "prefill", "done": done + cached, "total": total + cached, "cached": cached})
             }
             Phase::Decode => json!({"phase": "decode"}),
         };
@@ -238,9 +239,7 @@ fn logprobs_or_null(told: &[TokenLogprob], shape: impl Fn(&[TokenLogprob]) -> Js
 }
 
 fn chat_logprobs(told: &[TokenLogprob]) -> Json {
-    let one = |token: &TokenText, logprob: f32| {
-        json!({"token": token.text, "logprob": logprob, "bytes": token.bytes})
-    };
+    let one = |token: &TokenText, logprob: f32| json!({"token": token.text, "logprob": logprob, "bytes": token.bytes});
     let content = told.iter().map(|told| {
         let mut entry = one(&told.token, told.logprob);
         entry["top_logprobs"] = told.top.iter().map(|(token, logprob)| one(token, *logprob)).collect();

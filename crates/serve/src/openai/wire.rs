@@ -295,7 +295,9 @@ impl ToolWire {
 fn biases(given: BTreeMap<String, f32>) -> Result<Vec<(u32, f32)>, ApiError> {
     let bias = |(id, bias): (String, f32)| match id.parse() {
         Ok(id) => Ok((id, bias)),
-        Err(_) => Err(ApiError::field("logit_bias", format!("logit_bias names `{id}`, which is no token id"))),
+        Err(_) => {
+            Err(ApiError::field("logit_bias", format!("logit_bias names `{id}`, which is no token id")))
+        }
     };
     given.into_iter().map(bias).collect()
 }

@@ -47,8 +47,7 @@ impl Bound {
         }
         let close = reasoning.map_or("", |(_, close)| close).trim().to_owned();
         let tokenizer = tokenizer.clone();
-        let mut bound =
-            Self { inner, reasoning: Reasoning::Over, tokenizer, close, free, first: Vec::new() };
+        let mut bound = Self { inner, reasoning: Reasoning::Over, tokenizer, close, free, first: Vec::new() };
         match reasoning {
             Some(_) if open_already => bound.begin_reasoning(),
             Some((open, _)) => {
@@ -62,10 +61,8 @@ impl Bound {
     }
 
     fn begin_reasoning(&mut self) {
-        self.reasoning = Reasoning::On {
-            detokeniser: Detokeniser::new(&self.tokenizer, false),
-            seen: String::new(),
-        };
+        self.reasoning =
+            Reasoning::On { detokeniser: Detokeniser::new(&self.tokenizer, false), seen: String::new() };
     }
 }
 

@@ -66,13 +66,12 @@ pub(super) fn prepare(model: &Model, turn: &Turn) -> Result<Prepared, ApiError> 
     if left == 0 || turn.max_tokens.is_some_and(|tokens| tokens > left) {
         return Err(ApiError::context(model.context(), prompt.len(), turn.max_tokens));
     }
-    let limits = Limits {
-        max_tokens: turn.max_tokens.unwrap_or(left),
-        end_tokens: model.text().end_tokens.clone(),
-    };
+    let limits =
+        Limits { max_tokens: turn.max_tokens.unwrap_or(left), end_tokens: model.text().end_tokens.clone() };
     let sampling = sampling(&turn.sampling, &model.text().defaults, model.vocab_size())?;
     let constraints = constraints(model, turn, tools, &tail)?;
-    let tools = tools.iter().map(|tool| ToolSpec { name: tool.name.clone(), parameters: tool.parameters.clone() });
+    let tools =
+        tools.iter().map(|tool| ToolSpec { name: tool.name.clone(), parameters: tool.parameters.clone() });
     Ok(Prepared { prompt, tail, tools: tools.collect(), sampling, limits, constraints, echo })
 }
 
@@ -183,7 +182,10 @@ fn normalise_one(index: usize, message: &Json) -> Result<Json, ApiError> {
         Some(Json::Array(calls)) => {
             let calls = calls.iter().map(call).collect::<Option<Vec<Json>>>();
             let Some(calls) = calls else {
-                return wrong("tool_calls", "calls with `function.name` and `function.arguments`, a JSON object");
+                return wrong(
+                    "tool_calls",
+                    "calls with `function.name` and `function.arguments`, a JSON object",
+                );
             };
             known.insert("tool_calls".to_owned(), Json::Array(calls));
         }
@@ -201,7 +203,9 @@ fn join(at: &str, parts: &[Json]) -> Result<String, ApiError> {
             (kind, _) => {
                 let message = match kind {
                     Some(kind @ ("image_url" | "input_audio" | "file")) => {
-                        format!("content of type `{kind}` is not supported: this server's models read text only")
+                        format!(
+                            "content of type `{kind}` is not supported: this server's models read text only"
+                        )
                     }
                     _ => format!("{at}[{index}] must be {{\"type\": \"text\", \"text\": ..}}"),
                 };
@@ -298,11 +302,7 @@ fn constraints(model: &Model, turn: &Turn, tools: &[Tool], tail: &str) -> Result
 }
 
 /// The form of the answer, and the field that asks for it.
-fn shape(
-    model: &Model,
-    turn: &Turn,
-    tools: &[Tool],
-) -> Result<Option<(Shape, &'static str)>, ApiError> {
+fn shape(model: &Model, turn: &Turn, tools: &[Tool]) -> Result<Option<(Shape, &'static str)>, ApiError> {
     let harmony = model.format().tools == ToolFormat::Harmony;
     let answer = match &turn.format {
         Format::Text => None,

@@ -1,6 +1,5 @@
 //! One answer's way from tokens to deltas, on the scheduler's thread: what ends an answer ends it at that token.
 
-use std::collections::VecDeque;
 use std::ops::ControlFlow;
 use std::sync::Arc;
 
@@ -9,6 +8,7 @@ use smoe_text::{Detokeniser, ReplyEvent, ReplyParser, StopMatcher, Tokenizer};
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::prompt::Prepared;
+use super::told::Told;
 use super::{Delta, Phase, Reason, TokenLogprob, TokenText, Turn, TurnInput, TurnUsage};
 use crate::error::ApiError;
 use crate::id;
@@ -31,10 +31,8 @@ pub(super) struct Voice {
     matcher: StopMatcher,
     parallel_tool_calls: bool,
     end_tokens: Vec<u32>,
-    /// Tokens that were told with probabilities and are not text yet, with their lengths in it.
-    pending: Option<VecDeque<(TokenLogprob, usize)>>,
-    /// Bytes of text that came of the first of `pending`, which is longer.
-    credit: usize,
+    /// Tokens whose probabilities are to be told.
+    told: Option<Told>,
     in_reasoning: bool,
     reasoning: usize,
     /// Set where the answer ends by what it says.
@@ -71,8 +69,7 @@ impl Voice {
             matcher: StopMatcher::new(turn.stop.clone()),
             parallel_tool_calls: turn.parallel_tool_calls,
             end_tokens: prepared.limits.end_tokens.clone(),
-            pending: turn.logprobs.map(|_| VecDeque::new()),
-            credit: 0,
+            told: turn.logprobs.map(|_| Told::default()),
             in_reasoning,
             reasoning: 0,
             ended: None,
@@ -96,12 +93,11 @@ impl Voice {
             return;
         }
         let piece = self.detokeniser.as_mut().map(|detokeniser| detokeniser.push(id)).unwrap_or_default();
-        if let (Some(logprob), Some(tokenizer), Some(pending)) =
-            (logprob, &self.lease.text().tokenizer, &mut self.pending)
+        if let (Some(logprob), Some(tokenizer), Some(told)) =
+            (logprob, &self.lease.text().tokenizer, &mut self.told)
         {
             let top = top.iter().map(|&(id, logprob)| (token_text(tokenizer, id), logprob)).collect();
-            let told = TokenLogprob { token: token_text(tokenizer, id), logprob, top };
-            pending.push_back((told, piece.len()));
+            told.hear(TokenLogprob { token: token_text(tokenizer, id), logprob, top }, &piece);
         }
         self.hear(&piece);
         self.reasoning += usize::from(self.in_reasoning);
@@ -124,12 +120,12 @@ impl Voice {
             if self.ended.is_some() {
                 return;
             }
-            let text = matches!(event, ReplyEvent::Text(_));
             self.in_reasoning = matches!(event, ReplyEvent::Reasoning(_));
-            if !text && let Some(pending) = &mut self.pending {
-                // Only the answer's text is told with probabilities.
-                pending.clear();
-                self.credit = 0;
+            // Only the answer's text is told with probabilities.
+            match (&event, &mut self.told) {
+                (ReplyEvent::Text(_), _) | (_, None) => {}
+                (ReplyEvent::Reasoning(text), Some(told)) => told.pass(text),
+                (_, Some(told)) => told.forget(),
             }
             match event {
                 ReplyEvent::Text(text) => self.text(&text),
@@ -151,6 +147,9 @@ impl Voice {
 
     /// Takes text of the answer.
     fn text(&mut self, text: &str) {
+        if let Some(told) = &mut self.told {
+            told.say(text);
+        }
         let step = self.matcher.push(text);
         self.emit(step.emit);
         if let Some(stop) = step.stopped {
@@ -159,35 +158,10 @@ impl Voice {
     }
 
     fn emit(&mut self, text: String) {
-        let logprobs = self.told_with(&text);
-        if !text.is_empty() || !logprobs.is_empty() {
+        if !text.is_empty() {
+            let logprobs = self.told.as_mut().map(|told| told.out(&text)).unwrap_or_default();
             self.say(Delta::Text { choice: self.choice, text, logprobs });
         }
-    }
-
-    /// The tokens that are text with these bytes.
-    fn told_with(&mut self, text: &str) -> Vec<TokenLogprob> {
-        let Some(pending) = &mut self.pending else { return Vec::new() };
-        let mut held: usize = pending.iter().map(|(_, length)| length).sum();
-        // Blanks around markup are dropped, and the markup itself.
-        while self.credit == 0 && held > text.len() {
-            let Some((told, length)) = pending.front() else { break };
-            if *length == 0 || text.starts_with(&told.token.text) || !self.lease.is_markup(&told.token.text) {
-                break;
-            }
-            held -= length;
-            pending.pop_front();
-        }
-        self.credit += text.len();
-        let mut told = Vec::new();
-        while let Some((_, length)) = pending.front()
-            && *length <= self.credit
-            && !text.is_empty()
-        {
-            self.credit -= length;
-            told.extend(pending.pop_front().map(|(told, _)| told));
-        }
-        told
     }
 
     fn end(&mut self, ended: Ended) {

@@ -47,7 +47,12 @@ impl Fake {
         Self { permits: Mutex::new(Some(permits)), ..Self::default() }
     }
 
-    /// The same, where so many jobs run and so many wait.
+    /// Models that say all they have to say, where so many may wait.
+    pub fn wide(max_queued: usize) -> Self {
+        Self { max_queued, ..Self::default() }
+    }
+
+    /// Models that say so many tokens and then wait, where so many jobs run and so many wait.
     pub fn narrow(permits: usize, max_running: usize, max_queued: usize) -> Self {
         Self { max_running, max_queued, ..Self::gated(permits) }
     }
@@ -61,12 +66,7 @@ impl Fake {
     }
 
     pub fn machine(self: &Arc<Self>) -> Box<dyn Machine> {
-        Box::new(FakeMachine {
-            fake: self.clone(),
-            waiting: VecDeque::new(),
-            running: Vec::new(),
-            next: 1,
-        })
+        Box::new(FakeMachine { fake: self.clone(), waiting: VecDeque::new(), running: Vec::new(), next: 1 })
     }
 
     /// Takes leave to say a token; comes back without it after a moment, so that cancellations are seen.
@@ -137,7 +137,8 @@ impl Driver for FakeMachine {
             }
         }
         let fake = self.fake.clone();
-        self.waiting.retain_mut(|job| !job.job.cancel.load(Ordering::Relaxed) || job.end(&fake, Ok(Finish::Stopped)));
+        self.waiting
+            .retain_mut(|job| !job.job.cancel.load(Ordering::Relaxed) || job.end(&fake, Ok(Finish::Stopped)));
         self.running.retain_mut(|job| match job.step(&fake) {
             None => true,
             Some(result) => job.end(&fake, result),
@@ -171,6 +172,7 @@ impl Speaking {
         if self.job.cancel.load(Ordering::Relaxed) {
             return Some(Ok(Finish::Stopped));
         }
+        assert!(!self.prompt.contains("SAY:PANIC"), "as the script wants it");
         if !std::mem::replace(&mut self.prefilled, true) {
             let total = self.job.prompt.len();
             for done in [total / 2, total] {
@@ -187,7 +189,8 @@ impl Speaking {
             None => wanted,
             Some(constraint) => {
                 let mask = constraint.mask().unwrap().to_vec();
-                let allowed = |id: &u32| mask.get(*id as usize / 32).is_some_and(|word| word >> (id % 32) & 1 == 1);
+                let allowed =
+                    |id: &u32| mask.get(*id as usize / 32).is_some_and(|word| word >> (id % 32) & 1 == 1);
                 // What ends strings and objects soonest, so that it comes to an end.
                 let liked = [wanted, IM_END, u32::from(b'"'), u32::from(b'}'), u32::from(b'0')];
                 let id = liked.into_iter().chain(0..300).find(allowed).unwrap();
@@ -197,8 +200,9 @@ impl Speaking {
         };
         self.said += 1;
         fake.said.send_modify(|said| *said += 1);
-        let top: Vec<(u32, f32)> =
-            (0..self.job.logprobs.unwrap_or(0)).map(|rank| ((id + rank as u32) % 256, -(rank as f32) - 0.5)).collect();
+        let top: Vec<(u32, f32)> = (0..self.job.logprobs.unwrap_or(0))
+            .map(|rank| ((id + rank as u32) % 256, -(rank as f32) - 0.5))
+            .collect();
         let logprob = self.job.logprobs.map(|_| -0.5);
         if self.job.sink.event(Event::Token { id, logprob, top: &top }).is_break() {
             return Some(Ok(Finish::Stopped));
@@ -211,9 +215,10 @@ impl Speaking {
 
     /// False: nothing is left of it.
     fn end(&mut self, fake: &Fake, result: Result<Finish, EngineError>) -> bool {
-        let usage = Usage { prompt: self.job.prompt.len(), cached: 1, completion: self.said, ..Usage::default() };
-        let _ = self.job.sink.event(Event::End(Ended { result, usage }));
+        let usage =
+            Usage { prompt: self.job.prompt.len(), cached: 1, completion: self.said, ..Usage::default() };
         fake.ended.send_modify(|ended| ended.push((self.prompt.clone(), self.said)));
+        let _ = self.job.sink.event(Event::End(Ended { result, usage }));
         false
     }
 }

@@ -43,7 +43,7 @@ async fn the_demo_model_says_the_same_streamed_and_at_once_and_bound_to_a_schema
         "additionalProperties": false,
     });
     let format = json!({"type": "json_schema", "json_schema": {"name": "thing", "schema": schema}});
-    let extra = json!({"temperature": 0, "max_tokens": 60, "response_format": format});
+    let extra = json!({"temperature": 0, "max_tokens": 400, "response_format": format});
     let bound = site.chat("Is a spider a tool or an animal?", extra).await.ok();
     let answer: Json =
         serde_json::from_str(bound["choices"][0]["message"]["content"].as_str().unwrap()).unwrap();

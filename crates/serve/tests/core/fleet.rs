@@ -96,3 +96,11 @@ async fn two_models_stay_where_two_may() {
     assert_eq!(*site.fake.loads.borrow(), 2);
     assert_eq!(site.fleet.loaded().len(), 2);
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_model_whose_thread_dies_is_loaded_anew() {
+    let site = Site::new().await;
+    assert_eq!(site.chat("SAY:PANIC", json!({})).await.error().0, 500);
+    site.chat("SAY:a", json!({})).await.ok();
+    assert_eq!(*site.fake.loads.borrow(), 2);
+}

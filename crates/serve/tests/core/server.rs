@@ -1,10 +1,12 @@
 //! HTTP itself: who may come in, what is refused, who leaves, and the end.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use serde_json::json;
+use smoe_engine::EngineError;
 use smoe_serve::Config;
+use smoe_serve::fleet::Start;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
@@ -70,7 +72,14 @@ async fn bodies_that_are_not_what_they_should_be_are_refused() {
     let site = Site::with(Setup { config, ..Setup::default() }).await;
     let deep = format!("{{\"messages\": {}1{}}}", "[".repeat(2000), "]".repeat(2000));
     let post = async |body: &[u8]| request(site.address, "POST", CHAT, &[], body).await.error().0;
-    for body in [&b"{"[..], b"[]", b"null", b"{\"messages\": \"\xff\xfe\"}", deep.as_bytes(), b"{\"messages\": [1e999]}"] {
+    for body in [
+        &b"{"[..],
+        b"[]",
+        b"null",
+        b"{\"messages\": \"\xff\xfe\"}",
+        deep.as_bytes(),
+        b"{\"messages\": [1e999]}",
+    ] {
         assert_eq!(post(body).await, 400, "{:?}", String::from_utf8_lossy(&body[..body.len().min(40)]));
     }
     assert_eq!(post(&vec![b' '; 10_001]).await, 413);
@@ -95,7 +104,10 @@ async fn other_origins_may_come_only_where_that_is_said() {
         request(site.address, "GET", "/v1/models", &[("origin", origin)], b"").await
     };
     assert_eq!(from(&site, &own).await.status, 200);
-    assert_eq!(from(&site, "https://elsewhere.example").await.error(), (403, "origin_not_allowed".into(), String::new()));
+    assert_eq!(
+        from(&site, "https://elsewhere.example").await.error(),
+        (403, "origin_not_allowed".into(), String::new())
+    );
     assert_eq!(from(&site, "null").await.status, 403);
 
     let open = Site::with(Setup { config: Config { cors: true, ..config() }, ..Setup::default() }).await;
@@ -132,14 +144,17 @@ async fn a_client_that_leaves_frees_its_job() {
     for streamed in [true, false] {
         let fake = Arc::new(Fake::gated(2));
         let site = Site::with(Setup { fake: fake.clone(), ..Setup::default() }).await;
+        let mut said = fake.said.subscribe();
         if streamed {
-            drop(waiting_stream(&site).await);
+            let stream = waiting_stream(&site).await;
+            said.wait_for(|said| *said == 2).await.unwrap();
+            drop(stream);
         } else {
             let body = chat("SAY:abcdefgh", json!({})).to_string();
             let mut stream = TcpStream::connect(site.address).await.unwrap();
             let head = format!("POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n", body.len());
             stream.write_all((head + &body).as_bytes()).await.unwrap();
-            fake.said.subscribe().wait_for(|said| *said == 2).await.unwrap();
+            said.wait_for(|said| *said == 2).await.unwrap();
         }
         // No leave to speak is given: it ends because nobody listens.
         let mut ended = fake.ended.subscribe();
@@ -180,7 +195,8 @@ async fn several_answers_are_queued_together_or_not_at_all() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_client_that_does_not_read_holds_nobody_up() {
-    let site = Site::new().await;
+    let fake = Arc::new(Fake::wide(16));
+    let site = Site::with(Setup { fake, ..Setup::default() }).await;
     let body = chat(&format!("SAY:{}", "z".repeat(400)), json!({"stream": true, "n": 8})).to_string();
     let slow = open(site.address, "POST", CHAT, &[], body.as_bytes()).await;
     site.chat("SAY:quick", json!({})).await.ok();
@@ -204,12 +220,23 @@ async fn a_stream_that_waits_shows_that_it_lives() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_stream_begins_without_its_answer_where_patience_is_short() {
-    let config = Config { patience: Duration::ZERO, ..config() };
-    let site = Site::with(Setup { config, vaults: vec![("broken", "")], ..Setup::default() }).await;
-    let late = site.chat("SAY:x", json!({"stream": true})).await;
-    let events = late.events();
-    assert_eq!(events.last().unwrap()["error"]["code"], "model_load_failed", "{}", late.body);
+    let config = Config { patience: Duration::from_millis(1), ..config() };
+    let (fail, failing) = std::sync::mpsc::channel::<()>();
+    let failing = Mutex::new(failing);
+    let start: Start = Box::new(move |_| {
+        // An error too: the test is over.
+        let _ = failing.lock().unwrap().recv();
+        Err(EngineError::EmptyPrompt)
+    });
+    let site = Site::with(Setup { config, start: Some(start), ..Setup::default() }).await;
+    let body = chat("SAY:x", json!({"stream": true})).to_string();
+    let stream = open(site.address, "POST", CHAT, &[], body.as_bytes()).await;
+    assert_eq!(stream.status, 200);
+    fail.send(()).unwrap();
+    let late = stream.rest().await;
+    assert_eq!(late.events().last().unwrap()["error"]["code"], "model_load_failed", "{}", late.body);
     // At once, it is a status all the same.
+    fail.send(()).unwrap();
     assert_eq!(site.chat("SAY:x", json!({})).await.error().0, 503);
 }
 
