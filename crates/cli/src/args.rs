@@ -263,11 +263,11 @@ pub struct ChatArgs {
             "chunk", "kv", "readers", "look_ahead", "spec", "exact", "no_checksums"]
     )]
     pub connect: Option<String>,
-    /// Which of the server's models [default: the one that is loaded, or its first]
-    #[arg(long, value_name = "NAME", requires = "connect")]
+    /// With --connect, which of the server's models [default: the one that is loaded, or its first]
+    #[arg(long, value_name = "NAME", conflicts_with = "vault")]
     pub model: Option<String>,
-    /// The server's key [default: $SMOE_API_KEY, or $OPENAI_API_KEY]
-    #[arg(long, value_name = "KEY", requires = "connect")]
+    /// With --connect, the server's key [default: $SMOE_API_KEY, or $OPENAI_API_KEY]
+    #[arg(long, value_name = "KEY", conflicts_with = "vault")]
     pub api_key: Option<String>,
     /// Instructions for the model
     #[arg(long, value_name = "TEXT")]

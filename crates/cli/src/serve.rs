@@ -40,6 +40,7 @@ pub fn serve(args: &ServeArgs) -> Result<(), Failure> {
         move |vault: &Vault| SchedulerOptions {
             max_queued,
             stall,
+            at_once: None,
             speculate,
             spill: spill_path(directory.as_deref(), vault).map(|path| SpillConfig { path, max_bytes }),
         }
@@ -95,5 +96,7 @@ fn kv_directory(args: &ServeArgs) -> Result<Option<PathBuf>, Failure> {
 }
 
 fn spill_path(directory: Option<&Path>, vault: &Vault) -> Option<PathBuf> {
+    // An original's pair has no checksums that would tell it from another of the same shape.
+    vault.experts.manifest()?;
     Some(directory?.join(format!("conversations-{}.kvcache", warmth::place_hash(&vault.experts_path)?)))
 }

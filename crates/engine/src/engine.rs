@@ -550,7 +550,8 @@ impl Engine {
         }
         for session in &mut *sessions {
             session.tokens.append(&mut session.pending);
-            if session.shared {
+            // Rows whose logits are wanted, but the last, may be taken back.
+            if session.shared && session.wanted <= 1 {
                 self.kv.commit(session.seq, &session.tokens);
             }
         }
@@ -623,10 +624,10 @@ impl Engine {
         session.tokens.truncate(len);
     }
 
-    /// Ends a session. What it computed can still be found if it has ever adopted.
-    pub fn close(&mut self, mut session: Session) {
+    /// Ends a session. What it computed can still be found if it has ever adopted; its end, if `keep` says so.
+    pub fn close(&mut self, mut session: Session, keep: bool) {
         self.check_owner(&session);
-        if session.shared {
+        if session.shared && keep {
             self.kv.commit_all(session.seq, &session.tokens);
         }
         self.kv.close(session.seq);

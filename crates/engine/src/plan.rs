@@ -166,7 +166,7 @@ impl Plan {
         let n_experts: usize = subject.layers.iter().map(|l| l.n_experts as usize).sum();
         let ring_floor = spec.moe.top_k.min(n_experts);
         let fixed_bytes = FIXED_BYTES + subject.decode_bytes;
-        let kv_contexts = if request.kv_contexts == 0 { sessions } else { request.kv_contexts.min(sessions) };
+        let kv_contexts = if request.kv_contexts == 0 { sessions } else { request.kv_contexts };
         let kv_bytes = |context: usize| KvCache::bytes(spec, kv, context * kv_contexts);
         let activation_bytes = |chunk: usize, context: usize| {
             let per_session = Sampler::bytes(spec.vocab_size) + 4 * spec.vocab_size as u64;

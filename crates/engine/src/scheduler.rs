@@ -34,6 +34,8 @@ pub struct SchedulerOptions {
     pub max_queued: usize,
     /// Aimed at as the longest wait for a token while a prompt is computed.
     pub stall: Duration,
+    /// Jobs at once, instead of what the ring suggests; never more than sessions were planned for.
+    pub at_once: Option<usize>,
     /// Guess tokens that follow in the prompt or the answer, and check several in one step, while that pays.
     pub speculate: bool,
     /// File of the cache.
@@ -42,7 +44,13 @@ pub struct SchedulerOptions {
 
 impl Default for SchedulerOptions {
     fn default() -> Self {
-        Self { max_queued: 64, stall: Duration::from_millis(500), speculate: true, spill: None }
+        Self {
+            max_queued: 64,
+            stall: Duration::from_millis(500),
+            at_once: None,
+            speculate: true,
+            spill: None,
+        }
     }
 }
 
@@ -58,7 +66,8 @@ const SAVE_BLOCKS: usize = 4;
 struct Active {
     id: JobId,
     job: Job,
-    sampler: Sampler,
+    /// Made when it is let in.
+    sampler: Option<Sampler>,
     /// Prompt and answer. The last one is not computed yet, as long as there is an answer.
     tokens: Vec<u32>,
     prompt_len: usize,
@@ -107,7 +116,10 @@ impl Active {
             Ok(mask) => mask,
             Err(what) => return self.end = Some(failed(what)),
         };
-        let token = self.sampler.sample_allowed(kernels, logits, mask);
+        let Some(sampler) = self.sampler.as_mut().filter(|_| self.job.limits.max_tokens > 0) else {
+            return self.end = Some(Ok(Finish::Length));
+        };
+        let token = sampler.sample_allowed(kernels, logits, mask);
         if let Some(Err(what)) = self.job.constraint.as_mut().map(|constraint| constraint.accept(token)) {
             return self.end = Some(failed(what));
         }
@@ -185,12 +197,12 @@ impl Scheduler {
         let plan = engine.info().plan;
         Ok(Self {
             pace: Pace::new(options.stall, plan.chunk),
-            max_running: if plan.holds_all() {
-                plan.sessions
-            } else {
-                let token = engine.spec().moe_layers().count() * engine.spec().moe.top_k;
-                (plan.ring_slots / (RING_TOKENS * token.max(1))).clamp(1, plan.sessions)
-            },
+            max_running: options
+                .at_once
+                .unwrap_or_else(|| suggested(&engine))
+                .min(plan.sessions)
+                .min(plan.chunk / 2)
+                .max(1),
             engine,
             options,
             waiting: VecDeque::new(),
@@ -209,7 +221,7 @@ impl Scheduler {
         &self.engine
     }
 
-    fn new_active(&mut self, job: Job) -> Result<Active, EngineError> {
+    fn new_active(&mut self, mut job: Job) -> Result<Active, EngineError> {
         let (spec, plan) = (self.engine.spec(), self.engine.info().plan);
         if job.prompt.is_empty() {
             return Err(EngineError::EmptyPrompt);
@@ -221,8 +233,7 @@ impl Scheduler {
         if let Some(&id) = job.prompt.iter().find(|&&id| id as usize >= vocab_size) {
             return Err(EngineError::Token { id, vocab_size });
         }
-        let mut sampler = Sampler::new(job.sampling.clone(), vocab_size)?;
-        sampler.begin(&job.prompt);
+        job.sampling.validate(vocab_size)?;
         if self.waiting.len() >= self.options.max_queued {
             return Err(EngineError::QueueFull { queued: self.waiting.len() });
         }
@@ -231,11 +242,11 @@ impl Scheduler {
         let prompt_len = job.prompt.len();
         Ok(Active {
             id,
-            tokens: job.prompt.clone(),
+            tokens: std::mem::take(&mut job.prompt),
             prompt_len,
             usage: Usage { prompt: prompt_len, ..Usage::default() },
             job,
-            sampler,
+            sampler: None,
             submitted: Instant::now(),
             begun: None,
             first: None,
@@ -260,10 +271,20 @@ impl Scheduler {
                 return;
             }
             let Ok(session) = self.engine.open_session() else { return };
-            if let Some(active) = self.waiting.pop_front() {
-                self.running.push(active);
-                self.sessions.push(session);
+            let Some(mut active) = self.waiting.pop_front() else { return };
+            if active.sampler.is_none() {
+                match Sampler::new(active.job.sampling.clone(), self.engine.spec().vocab_size) {
+                    Ok(mut sampler) => {
+                        sampler.begin(&active.tokens);
+                        active.sampler = Some(sampler);
+                    }
+                    Err(error) => active.end = Some(Err(error)),
+                }
             }
+            // Who was sent back is not the last in the row.
+            let place = self.running.partition_point(|other| other.id < active.id);
+            self.running.insert(place, active);
+            self.sessions.insert(place, session);
         }
     }
 
@@ -279,10 +300,15 @@ impl Scheduler {
         let decoding = jobs().filter(|&i| answering(&self.running[i], &self.sessions[i])).count();
         let mut budget = self.pace.prompt_tokens(decoding);
         self.step = Composed::default();
-        let mut begun: Vec<Vec<u32>> = Vec::new();
+        let prompts =
+            jobs().any(|i| self.running[i].end.is_none() && !answering(&self.running[i], &self.sessions[i]));
+        let drafts = decoding == 1 && !prompts && alone.is_none() && self.options.speculate;
+        let chunk = self.engine.info().plan.chunk;
+        let mut begun: Vec<usize> = Vec::new();
         let context = self.engine.info().plan.context;
         let mut i = 0;
         while i < self.running.len() {
+            let waits = !self.running[i].adopted && begun.iter().any(|&j| self.awaits(i, j));
             let (active, session) = (&mut self.running[i], &mut self.sessions[i]);
             session.queue(&[], 0);
             active.draft.clear();
@@ -294,9 +320,7 @@ impl Scheduler {
             }
             let decodes = answering(active, session);
             if !decodes && !active.adopted {
-                // Whoever begins as another that is under way waits for what that one computes.
-                let head = &active.tokens[..active.tokens.len().min(BLOCK)];
-                if budget == 0 || begun.iter().any(|other| other == head) {
+                if budget == 0 || waits {
                     i += 1;
                     continue;
                 }
@@ -309,13 +333,17 @@ impl Scheduler {
                     active.usage.cached = held.min(active.prompt_len);
                 }
                 active.tell_prefill(held);
+                if active.end.is_some() {
+                    i += 1;
+                    continue;
+                }
             }
             let rest = &active.tokens[session.len()..];
             if decodes {
                 self.step.answers += 1;
                 session.queue(rest, 1);
-                if decoding == 1 && self.options.speculate && alone.is_none() {
-                    let room = context.saturating_sub(active.tokens.len());
+                if drafts {
+                    let room = context.saturating_sub(active.tokens.len()).min(chunk - 1);
                     let left = active.job.limits.max_tokens.saturating_sub(active.answered() + 1).min(room);
                     self.drafts.draft(&active.tokens, left, &mut active.draft);
                     if !active.draft.is_empty() {
@@ -329,10 +357,18 @@ impl Scheduler {
                 budget -= n;
                 self.step.prompt += n;
                 session.queue(&rest[..n], usize::from(n == rest.len()));
-                begun.push(active.tokens[..active.tokens.len().min(BLOCK)].to_vec());
+                begun.push(i);
             }
             i += 1;
         }
+    }
+
+    /// Whether the `i`-th job had better wait for what the `j`-th is about to compute: most of its prompt, of which the
+    /// other does not hold all yet.
+    fn awaits(&self, i: usize, j: usize) -> bool {
+        let (own, other) = (&self.running[i].tokens, &self.running[j].tokens);
+        let common = own.iter().zip(other).take_while(|(a, b)| a == b).count() / BLOCK * BLOCK;
+        common > self.sessions[j].len() && 2 * common >= own.len()
     }
 
     /// Sees to it that what was composed has room: sends the youngest back until it has.
@@ -355,7 +391,7 @@ impl Scheduler {
 
     fn send_back(&mut self, i: usize) {
         let mut active = self.running.remove(i);
-        self.engine.close(self.sessions.remove(i));
+        self.engine.close(self.sessions.remove(i), true);
         active.adopted = false;
         active.draft.clear();
         let place = self.waiting.partition_point(|other| other.id < active.id);
@@ -378,7 +414,9 @@ impl Scheduler {
         let running = RefCell::new(running);
         let all_cancelled = || {
             let running = running.try_borrow();
-            running.is_ok_and(|r| r.iter().filter(|a| in_step.contains(&a.id)).all(Active::is_cancelled))
+            running.is_ok_and(|r| {
+                r.iter().filter(|a| in_step.contains(&a.id)).all(|a| a.is_cancelled() || a.end.is_some())
+            })
         };
         let mut progress = |done: usize, total: usize| {
             // A step of prompts alone is long: its layers tell how far it is.
@@ -442,7 +480,9 @@ impl Scheduler {
         while i < self.running.len() {
             if self.running[i].end.is_some() {
                 let active = self.running.remove(i);
-                self.engine.close(self.sessions.remove(i));
+                // What made a number that is none must not be found again.
+                let keep = !matches!(active.end, Some(Err(EngineError::NotFinite { .. })));
+                self.engine.close(self.sessions.remove(i), keep);
                 self.alone.retain(|id| *id != active.id);
                 tell_end(active);
             } else {
@@ -465,6 +505,13 @@ impl Drop for Scheduler {
         // Nobody is left to hear of a failure; it costs a prefill one day.
         let _ = self.engine.flush_conversations();
     }
+}
+
+/// Jobs at once, by the ring.
+fn suggested(engine: &Engine) -> usize {
+    let (plan, spec) = (engine.info().plan, engine.spec());
+    let token = spec.moe_layers().count() * spec.moe.top_k;
+    if plan.holds_all() { plan.sessions } else { plan.ring_slots / (RING_TOKENS * token.max(1)) }
 }
 
 /// Blocks that a job inside may still take.
@@ -497,7 +544,7 @@ impl Driver for Scheduler {
         let blocks = if computed { SAVE_BLOCKS } else { 4 * SAVE_BLOCKS };
         // A file that fails is given up; conversations are then kept in memory only.
         let more = self.engine.save_conversations(blocks).unwrap_or(false);
-        computed || more || !self.running.is_empty()
+        computed || more || !self.running.is_empty() || !self.waiting.is_empty()
     }
 
     fn load(&self) -> Load {

@@ -78,7 +78,8 @@ fn job(prompt: &[u32], n: usize) -> (Job, Log) {
 }
 
 fn scheduler(vault: &Vault, options: &EngineOptions) -> Scheduler {
-    Scheduler::new(open(vault, options), SchedulerOptions::default()).unwrap()
+    let at_once = Some(options.plan.sessions);
+    Scheduler::new(open(vault, options), SchedulerOptions { at_once, ..SchedulerOptions::default() }).unwrap()
 }
 
 fn run(scheduler: &mut Scheduler) {
@@ -249,9 +250,18 @@ fn conversations_longer_than_memory_come_back_from_the_file() {
         }
         let spilled = scheduler.engine().spilled().unwrap();
         assert!(spilled.hits > 20 && spilled.corrupt == 0, "{spilled:?}");
+        // What a crash leaves: the file as it is while the scheduler lives.
+        std::fs::copy(&file, dir.path().join("crash.kvcache")).unwrap();
         answers
-        // Dropped as it is: what a crash leaves is what had been written.
     };
+    let mut found = 0;
+    let mut scheduler = spilling(&vault, &dir.path().join("crash.kvcache"), 1, 64 << 20);
+    for (i, prompt) in prompts.iter().enumerate() {
+        let (answer, cached) = one(&mut scheduler, prompt, 10);
+        assert_eq!(&answer, &expected[&i], "after a crash, conversation {i}");
+        found += cached;
+    }
+    assert!(found > 10 * 109, "all but what was being written: {found}");
     let mut scheduler = spilling(&vault, &file, 1, 64 << 20);
     for (i, prompt) in prompts.iter().enumerate() {
         let (answer, cached) = one(&mut scheduler, prompt, 10);
@@ -427,7 +437,9 @@ fn a_failed_read_fails_those_who_need_it() {
         disk.on_offset(record.offset, Fault::Error(ErrorKind::Other));
         let ring = RingSize::Slots(vault.spec.moe.top_k * 2);
         let engine = Engine::open_on(&vault, disk.clone(), &several(ring, 8, 4, 0)).unwrap();
-        let mut scheduler = Scheduler::new(engine, SchedulerOptions::default()).unwrap();
+        let options = SchedulerOptions { at_once: Some(4), ..SchedulerOptions::default() };
+        let mut scheduler = Scheduler::new(engine, options).unwrap();
+        assert_eq!(scheduler.load().max_running, 4);
         let logs: Vec<Log> = prompts
             .iter()
             .map(|prompt| {
@@ -476,6 +488,43 @@ fn guesses_change_nothing() {
         answers
     };
     assert_eq!(run_with(true), run_with(false));
+}
+
+/// A lone answer that guesses and runs into the end of the context, of every length of the prompt.
+#[test]
+fn guesses_at_the_end_of_the_context_change_nothing_and_end() {
+    let (_dir, vault, model) = tiny();
+    let period = model.prompt(4, 3);
+    for (chunk, len) in [(16, 180), (16, 199), (2, 215), (1, 240), (3, 230)] {
+        let prompt: Vec<u32> = period.iter().copied().cycle().take(len).collect();
+        let answer = |speculate| {
+            let engine = open(&vault, &several(RingSize::Auto, chunk, 1, 0));
+            let options = SchedulerOptions { speculate, ..SchedulerOptions::default() };
+            let mut scheduler = Scheduler::new(engine, options).unwrap();
+            let (job, log) = job(&prompt, 1000);
+            scheduler.submit(job).unwrap();
+            // And one that waits: it must come to its turn.
+            let (next, later) = self::job(&prompt[..20], 2);
+            scheduler.submit(next).unwrap();
+            run(&mut scheduler);
+            assert_eq!((finish(&log), finish(&later)), (Ok(Finish::ContextFull), Ok(Finish::Length)));
+            log.lock().unwrap().tokens.clone()
+        };
+        assert_eq!(answer(true), answer(false), "{len} tokens, chunk {chunk}");
+    }
+}
+
+#[test]
+fn no_token_is_a_length_too() {
+    let (_dir, vault, model) = tiny();
+    let mut scheduler = scheduler(&vault, &several(RingSize::Auto, 16, 1, 0));
+    for (most, told) in [(0, 0), (1, 1)] {
+        let (job, log) = job(&model.prompt(20, 1), most);
+        scheduler.submit(job).unwrap();
+        run(&mut scheduler);
+        assert_eq!(finish(&log), Ok(Finish::Length));
+        assert_eq!(log.lock().unwrap().tokens.len(), told);
+    }
 }
 
 #[test]

@@ -143,7 +143,12 @@ fn run(mut machine: Box<dyn Machine>, inbox: &Receiver<Command>, load: &Mutex<Lo
             Ok(Command::Submit(jobs, accepted, reply)) => {
                 let before = machine.load();
                 cancels.retain(|cancel| Arc::strong_count(cancel) > 1);
-                cancels.extend(jobs.iter().map(|job| job.cancel.clone()));
+                // The jobs of a request share a flag.
+                for job in &jobs {
+                    if !cancels.last().is_some_and(|last| Arc::ptr_eq(last, &job.cancel)) {
+                        cancels.push(job.cancel.clone());
+                    }
+                }
                 let result = jobs.into_iter().try_for_each(|job| machine.submit(job).map(|_| ()));
                 if result.is_ok() {
                     accepted(before);

@@ -204,8 +204,9 @@ impl Monitor {
 
     /// Positions held, and how many there are.
     pub fn context(&self) -> Option<(usize, usize)> {
-        // The last token has no keys and values yet.
-        Some((self.prompt? + self.tokens.saturating_sub(1), self.context?))
+        // The last token has no keys and values yet. Pieces of a server's answer may be more than its tokens.
+        let (held, of) = (self.prompt? + self.tokens.saturating_sub(1), self.context?);
+        Some((held.min(of), of))
     }
 
     /// What there is to say now.

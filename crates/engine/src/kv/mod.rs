@@ -201,10 +201,13 @@ impl KvCache {
     pub fn reserve(&mut self, seq: SeqId, from: usize, to: usize) -> Result<(), EngineError> {
         let held = self.sequences[seq.0 as usize].blocks.len();
         let missing = to.div_ceil(BLOCK).saturating_sub(held);
-        let shared = !from.is_multiple_of(BLOCK) && {
-            let block = &self.blocks[self.sequences[seq.0 as usize].blocks[from / BLOCK] as usize];
-            block.holders > 1 || block.node.is_some()
-        };
+        let begun = (to > from && !from.is_multiple_of(BLOCK))
+            .then(|| self.sequences[seq.0 as usize].blocks[from / BLOCK]);
+        // What only this sequence holds is its own again, and nobody else's to find.
+        if let Some(id) = begun.filter(|&id| self.blocks[id as usize].holders == 1) {
+            self.forget(id);
+        }
+        let shared = begun.is_some_and(|id| self.blocks[id as usize].holders > 1);
         if missing == 0 && !shared {
             return Ok(());
         }
@@ -300,8 +303,11 @@ impl KvCache {
                 },
             }
         }
-        let Some(spill) = self.spill.as_mut().filter(|_| !wanted.is_empty()) else { return blocks };
-        let came = spill.get(&wanted, &mut self.memory, self.geometry.block_stride);
+        // The file may have been given up meanwhile: then nothing comes from it.
+        let came = match &mut self.spill {
+            Some(spill) => spill.get(&wanted, &mut self.memory, self.geometry.block_stride),
+            None => vec![false; wanted.len()],
+        };
         let mut lost = blocks.len();
         for (&(key, id), came) in wanted.iter().zip(came) {
             let i = blocks.iter().position(|&block| block == id).unwrap_or_default();
@@ -431,12 +437,16 @@ impl KvCache {
     /// # Errors
     /// If the file fails.
     pub fn flush(&mut self) -> Result<(), EngineError> {
-        while self.save(usize::MAX)? {
-            if let Some(spill) = &mut self.spill {
-                spill.wait()?;
+        loop {
+            let more = self.save(usize::MAX)?;
+            if let Some(Err(error)) = self.spill.as_mut().map(Spill::flush) {
+                self.spill = None;
+                return Err(error);
+            }
+            if !more {
+                return Ok(());
             }
         }
-        self.spill.as_mut().map_or(Ok(()), Spill::flush)
     }
 
     /// Counts of the file, if there is one.
@@ -486,8 +496,8 @@ impl KvCache {
                 };
                 let unsaved = self.blocks[id].node.as_ref().is_some_and(|node| !node.saved);
                 if unsaved && self.spill.is_some() {
-                    // Better late than computed again.
-                    self.flush()?;
+                    // Better late than computed again. A file that fails is given up.
+                    let _ = self.flush();
                 }
                 self.forget(id as u32);
                 id as u32

@@ -145,11 +145,7 @@ impl Spill {
         !self.unsaved.is_empty()
     }
 
-    /// Waits until what is queued has been written.
-    pub(super) fn wait(&mut self) -> Result<(), EngineError> {
-        self.flush()
-    }
-
+    /// Waits until what is queued is on the drive.
     pub(super) fn flush(&mut self) -> Result<(), EngineError> {
         Ok(self.file.flush()?)
     }

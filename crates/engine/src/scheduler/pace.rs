@@ -3,7 +3,9 @@
 //! A step's time is taken to be `a + b n` for n tokens of prompts; both are learnt from the steps that were, the newer
 //! counting more. On a ring that holds everything `a` is small, and n is what keeps a step within the stall. When
 //! experts are read from disk `a` is nearly all, as few tokens need nearly every expert: then n is what doubles the
-//! step, for less would read as much and compute less. After such a step the answers have as much time for themselves.
+//! step, for less would read as much and compute less. Measured times are noisy, so a part is at most twice the last
+//! one, and half of it when that one took far too long. After a step with a part the answers have as much time for
+//! themselves.
 
 use std::time::Duration;
 
@@ -22,11 +24,13 @@ pub(super) struct Pace {
     sums: [f64; 5],
     /// Time that is owed to answers.
     owed: f64,
+    /// The most that the next part may be, as the last one went.
+    reach: usize,
 }
 
 impl Pace {
     pub(super) fn new(stall: Duration, chunk: usize) -> Self {
-        Self { stall: stall.as_secs_f64(), chunk, sums: [0.0; 5], owed: 0.0 }
+        Self { stall: stall.as_secs_f64(), chunk, sums: [0.0; 5], owed: 0.0, reach: FIRST }
     }
 
     /// Tokens of prompts that the next step may take, `decoding` jobs being answered in it.
@@ -39,8 +43,13 @@ impl Pace {
             return 0;
         }
         let Some((a, b)) = self.line() else { return FIRST.min(most) };
-        let limit = self.stall.max(2.0 * a);
-        (((limit - a) / b.max(1e-9)) as usize).clamp(LEAST.min(most), most)
+        let n = ((self.limit() - a) / b.max(1e-9)) as usize;
+        n.min(self.reach).clamp(LEAST.min(most), most)
+    }
+
+    /// Longest step that is aimed at.
+    fn limit(&self) -> f64 {
+        self.line().map_or(self.stall, |(a, _)| self.stall.max(2.0 * a))
     }
 
     /// Time of a step, and of each of its prompt tokens.
@@ -70,6 +79,7 @@ impl Pace {
             *sum = *sum * FADE + x;
         }
         self.owed = if decoding > 0 { t } else { 0.0 };
+        self.reach = if t > 1.5 * self.limit() { prompt / 2 } else { prompt.max(FIRST) * 2 };
     }
 }
 
@@ -79,10 +89,29 @@ mod tests {
 
     fn learnt(a: f64, b: f64) -> Pace {
         let mut pace = Pace::new(Duration::from_millis(500), 2048);
-        for n in [64, 512, 100, 300] {
+        for n in [64, 512, 100, 1000] {
             pace.note(n, 0, Duration::from_secs_f64(a + b * n as f64));
         }
+        pace.reach = 2048;
         pace
+    }
+
+    /// With times that scatter, the steps of a long prompt stay near what is aimed at.
+    #[test]
+    fn noise_does_not_make_a_part_long() {
+        let mut pace = Pace::new(Duration::from_millis(500), 2048);
+        let mut seed = 7_u64;
+        let (mut longest, mut late) = (0.0_f64, 0);
+        for step in 0..5000 {
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            let noise = 1.0 + 0.2 * ((seed >> 40) as f64 / f64::from(1 << 24) - 0.5);
+            let n = pace.prompt_tokens(1);
+            let t = if n == 0 { 0.05 } else { (0.02 + 0.004 * n as f64) * noise };
+            pace.note(n, 1, Duration::from_secs_f64(t));
+            longest = longest.max(if step > 20 { t } else { 0.0 });
+            late += u32::from(step > 20 && t > 0.75);
+        }
+        assert!(longest < 1.25 && late < 100, "{longest} s, {late} steps beyond 1.5 times the stall");
     }
 
     #[test]
