@@ -17,3 +17,10 @@ pub fn new(prefix: &str) -> String {
 pub fn unix_seconds() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs())
 }
+
+/// A time as RFC 3339 has it.
+pub fn rfc3339(unix_seconds: u64) -> String {
+    let time =
+        i64::try_from(unix_seconds).ok().and_then(|seconds| jiff::Timestamp::from_second(seconds).ok());
+    time.unwrap_or(jiff::Timestamp::UNIX_EPOCH).to_string()
+}

@@ -13,13 +13,19 @@
 //! This room knows HTTP and text; of the engine it knows jobs and counters. It never prints and never exits.
 #![forbid(unsafe_code)]
 
+mod anthropic;
+mod console;
 mod engine;
 pub mod error;
 pub mod fleet;
 pub mod front;
 pub mod id;
+mod instrument;
+mod metrics;
 pub mod model;
+mod ollama;
 mod openai;
+mod openapi;
 pub mod runner;
 pub mod tally;
 pub mod turn;
@@ -156,16 +162,16 @@ impl AppState {
     }
 
     /// Comes when the server takes nothing new: what would go on for ever ends here.
-    pub fn draining(&self) -> impl Future<Output = ()> + Send + 'static {
+    pub fn draining(&self) -> impl Future<Output = ()> + Send + use<> {
         self.reached(Life::Draining)
     }
 
     /// Comes when answers are cut.
-    pub fn ending(&self) -> impl Future<Output = ()> + Send + 'static {
+    pub fn ending(&self) -> impl Future<Output = ()> + Send + use<> {
         self.reached(Life::Ending)
     }
 
-    fn reached(&self, wanted: Life) -> impl Future<Output = ()> + Send + 'static {
+    fn reached(&self, wanted: Life) -> impl Future<Output = ()> + Send + use<> {
         let mut life = self.0.life.subscribe();
         async move {
             // Without a server there is an end too.
@@ -302,7 +308,13 @@ fn router(state: AppState) -> Router {
     let cors = state.config().cors;
     let router = Router::new()
         .route("/health", get(|| async { axum::Json(serde_json::json!({"status": "ok"})) }))
+        .merge(anthropic::routes())
+        .merge(console::routes())
+        .merge(instrument::routes())
+        .merge(metrics::routes())
+        .merge(ollama::routes())
         .merge(openai::routes())
+        .merge(openapi::routes())
         .fallback(front::no_route)
         .method_not_allowed_fallback(front::wrong_method)
         .layer(axum::middleware::from_fn_with_state(state.clone(), front::front))

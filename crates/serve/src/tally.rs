@@ -12,6 +12,8 @@ use smoe_meter::Counter;
 pub struct Tally {
     /// Responses by route and status.
     requests: Mutex<BTreeMap<(String, u16), u64>>,
+    /// New tokens, as they come.
+    pub tokens: Counter,
     /// Answers that are over, however they ended.
     pub answers: Counter,
     /// Tokens of their prompts.

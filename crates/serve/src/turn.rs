@@ -64,6 +64,8 @@ pub struct Turn {
     pub stop: Vec<String>,
     /// The most new tokens; `None` is what the context leaves.
     pub max_tokens: Option<usize>,
+    /// What the context does not leave of `max_tokens` is cut instead of refused.
+    pub cut_to_fit: bool,
     /// How many answers.
     pub n: usize,
     /// Tells with each token its log probability, and those of so many of the likeliest.
@@ -146,21 +148,21 @@ pub enum Format {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct SamplingOverrides {
     /// 0 to 2; 0 is greedy.
-    pub temperature: Option<f32>,
+    pub temperature: Option<f64>,
     /// 0 to 1.
-    pub top_p: Option<f32>,
+    pub top_p: Option<f64>,
     /// -1 or 0 is all.
     pub top_k: Option<i64>,
     /// 0 to 1.
-    pub min_p: Option<f32>,
+    pub min_p: Option<f64>,
     /// -2 to 2.
-    pub presence_penalty: Option<f32>,
+    pub presence_penalty: Option<f64>,
     /// -2 to 2.
-    pub frequency_penalty: Option<f32>,
+    pub frequency_penalty: Option<f64>,
     /// Above 0, at most 10.
-    pub repetition_penalty: Option<f32>,
+    pub repetition_penalty: Option<f64>,
     /// Token ids and what is added to their logits, -100 to 100.
-    pub logit_bias: Vec<(u32, f32)>,
+    pub logit_bias: Vec<(u32, f64)>,
     /// The same seed repeats an answer; drawn if `None`.
     pub seed: Option<i64>,
 }
@@ -465,6 +467,17 @@ async fn begin(
         .inspect_err(|_| cancel.store(true, Ordering::Relaxed))
 }
 
+/// Counts the tokens of a turn's prompt, without an answer to it.
+///
+/// # Errors
+/// As [`start`], but that nothing has to fit.
+pub async fn count(state: &AppState, turn: Turn) -> Result<usize, ApiError> {
+    turn.check()?;
+    let listing = state.fleet().resolve(&turn.model).await?;
+    let lease = state.fleet().acquire(&listing.id, &|_| {}).await?;
+    state.blocking(move || prompt::count(&lease, &turn)).await?
+}
+
 impl Turn {
     /// Checks what does not depend on the model. Names of fields are OpenAI's; the other APIs' are the same or
     /// nearly so.
@@ -475,7 +488,7 @@ impl Turn {
         within("min_p", s.min_p, 0.0, 1.0)?;
         within("presence_penalty", s.presence_penalty, -2.0, 2.0)?;
         within("frequency_penalty", s.frequency_penalty, -2.0, 2.0)?;
-        within("repetition_penalty", s.repetition_penalty, f32::MIN_POSITIVE, 10.0)?;
+        within("repetition_penalty", s.repetition_penalty, f64::MIN_POSITIVE, 10.0)?;
         if s.top_k.is_some_and(|k| k < -1) {
             return Err(ApiError::field("top_k", "top_k must be -1, 0 (both are all) or more"));
         }
@@ -516,10 +529,10 @@ impl Turn {
     }
 }
 
-fn within(name: &'static str, value: Option<f32>, low: f32, high: f32) -> Result<(), ApiError> {
+fn within(name: &'static str, value: Option<f64>, low: f64, high: f64) -> Result<(), ApiError> {
     match value {
         Some(value) if !(low..=high).contains(&value) => {
-            let low = if low == f32::MIN_POSITIVE { "above 0".to_owned() } else { format!("{low}") };
+            let low = if low == f64::MIN_POSITIVE { "above 0".to_owned() } else { format!("{low}") };
             Err(ApiError::field(name, format!("{name} is {value}; it must be {low} to {high}")))
         }
         _ => Ok(()),

@@ -21,15 +21,15 @@ macro_rules! request {
         pub(super) struct $name {
             $($fields)*
             model: Option<String>,
-            temperature: Option<f32>,
-            top_p: Option<f32>,
+            temperature: Option<f64>,
+            top_p: Option<f64>,
             top_k: Option<i64>,
-            min_p: Option<f32>,
-            presence_penalty: Option<f32>,
-            frequency_penalty: Option<f32>,
-            repetition_penalty: Option<f32>,
+            min_p: Option<f64>,
+            presence_penalty: Option<f64>,
+            frequency_penalty: Option<f64>,
+            repetition_penalty: Option<f64>,
             seed: Option<i64>,
-            logit_bias: Option<BTreeMap<String, f32>>,
+            logit_bias: Option<BTreeMap<String, f64>>,
             stop: Option<OneOrMany>,
             n: Option<usize>,
             max_tokens: Option<usize>,
@@ -292,8 +292,8 @@ impl ToolWire {
     }
 }
 
-fn biases(given: BTreeMap<String, f32>) -> Result<Vec<(u32, f32)>, ApiError> {
-    let bias = |(id, bias): (String, f32)| match id.parse() {
+fn biases(given: BTreeMap<String, f64>) -> Result<Vec<(u32, f64)>, ApiError> {
+    let bias = |(id, bias): (String, f64)| match id.parse() {
         Ok(id) => Ok((id, bias)),
         Err(_) => {
             Err(ApiError::field("logit_bias", format!("logit_bias names `{id}`, which is no token id")))

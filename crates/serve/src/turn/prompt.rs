@@ -43,6 +43,35 @@ impl Prepared {
 /// Makes the prompt: work of milliseconds to seconds, not for the threads of the server.
 pub(super) fn prepare(model: &Model, turn: &Turn) -> Result<Prepared, ApiError> {
     let tokenizer = model.text().tokenizer.as_ref();
+    let (prompt, tail, tools) = encode(model, turn)?;
+    let echo = turn.echo.then(|| match (&turn.input, tokenizer) {
+        (TurnInput::Text(text), _) => text.clone(),
+        (_, Some(tokenizer)) => tokenizer.decode(&prompt, true),
+        (_, None) => String::new(),
+    });
+    let left = model.context().saturating_sub(prompt.len());
+    if left == 0 || turn.max_tokens.is_some_and(|tokens| tokens > left && !turn.cut_to_fit) {
+        return Err(ApiError::context(model.context(), prompt.len(), turn.max_tokens));
+    }
+    let limits = Limits {
+        max_tokens: turn.max_tokens.map_or(left, |tokens| tokens.min(left)),
+        end_tokens: model.text().end_tokens.clone(),
+    };
+    let sampling = sampling(&turn.sampling, &model.text().defaults, model.vocab_size())?;
+    let constraints = constraints(model, turn, tools, &tail)?;
+    let tools =
+        tools.iter().map(|tool| ToolSpec { name: tool.name.clone(), parameters: tool.parameters.clone() });
+    Ok(Prepared { prompt, tail, tools: tools.collect(), sampling, limits, constraints, echo })
+}
+
+/// Tokens of the prompt.
+pub(super) fn count(model: &Model, turn: &Turn) -> Result<usize, ApiError> {
+    encode(model, turn).map(|(prompt, ..)| prompt.len())
+}
+
+/// The prompt, the end of its text, and the tools that it tells of.
+fn encode<'a>(model: &Model, turn: &'a Turn) -> Result<(Vec<u32>, String, &'a [Tool]), ApiError> {
+    let tokenizer = model.text().tokenizer.as_ref();
     let (prompt, tail, tools) = match &turn.input {
         TurnInput::Chat { messages, tools } => {
             // Tools that may not be called are none.
@@ -57,22 +86,7 @@ pub(super) fn prepare(model: &Model, turn: &Turn) -> Result<Prepared, ApiError> 
     if prompt.is_empty() {
         return Err(ApiError::field("prompt", "the prompt is empty: give at least one token"));
     }
-    let echo = turn.echo.then(|| match (&turn.input, tokenizer) {
-        (TurnInput::Text(text), _) => text.clone(),
-        (_, Some(tokenizer)) => tokenizer.decode(&prompt, true),
-        (_, None) => String::new(),
-    });
-    let left = model.context().saturating_sub(prompt.len());
-    if left == 0 || turn.max_tokens.is_some_and(|tokens| tokens > left) {
-        return Err(ApiError::context(model.context(), prompt.len(), turn.max_tokens));
-    }
-    let limits =
-        Limits { max_tokens: turn.max_tokens.unwrap_or(left), end_tokens: model.text().end_tokens.clone() };
-    let sampling = sampling(&turn.sampling, &model.text().defaults, model.vocab_size())?;
-    let constraints = constraints(model, turn, tools, &tail)?;
-    let tools =
-        tools.iter().map(|tool| ToolSpec { name: tool.name.clone(), parameters: tool.parameters.clone() });
-    Ok(Prepared { prompt, tail, tools: tools.collect(), sampling, limits, constraints, echo })
+    Ok((prompt, tail, tools))
 }
 
 fn need(tokenizer: Option<&Tokenizer>) -> Result<&Tokenizer, ApiError> {
@@ -260,16 +274,20 @@ fn sampling(
         None => model.temperature.unwrap_or(0.0),
     };
     let top_k = asked.top_k.or(model.top_k.map(i64::from)).unwrap_or(0);
+    // Checked as they were given; the engine's are half as wide.
+    let either = |asked: Option<f64>, model: Option<f32>| asked.map(|x| x as f32).or(model);
     let sampling = Sampling {
-        temperature: asked.temperature.unwrap_or(temperature),
+        temperature: either(asked.temperature, None).unwrap_or(temperature),
         top_k: usize::try_from(top_k).unwrap_or(0),
         // 0 asks for the likeliest token alone, which the smallest positive number gives.
-        top_p: asked.top_p.or(model.top_p).unwrap_or(1.0).max(f32::MIN_POSITIVE),
-        min_p: asked.min_p.or(model.min_p).unwrap_or(0.0),
-        repetition_penalty: asked.repetition_penalty.or(model.repetition_penalty).unwrap_or(1.0),
-        presence_penalty: asked.presence_penalty.unwrap_or(0.0),
-        frequency_penalty: asked.frequency_penalty.unwrap_or(0.0),
-        logit_bias: asked.logit_bias.clone(),
+        top_p: either(asked.top_p, model.top_p).unwrap_or(1.0).max(f32::MIN_POSITIVE),
+        min_p: either(asked.min_p, model.min_p).unwrap_or(0.0),
+        repetition_penalty: either(asked.repetition_penalty, model.repetition_penalty)
+            .unwrap_or(1.0)
+            .max(f32::MIN_POSITIVE),
+        presence_penalty: either(asked.presence_penalty, None).unwrap_or(0.0),
+        frequency_penalty: either(asked.frequency_penalty, None).unwrap_or(0.0),
+        logit_bias: asked.logit_bias.iter().map(|&(id, bias)| (id, bias as f32)).collect(),
         seed: asked.seed.map_or_else(id::random, i64::cast_unsigned),
     };
     if let Some((id, _)) = sampling.logit_bias.iter().find(|(id, _)| *id as usize >= vocab_size) {

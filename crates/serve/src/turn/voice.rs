@@ -201,7 +201,10 @@ impl Sink for Voice {
                 self.say(Delta::Phase(Phase::Prefill { done, total, cached }));
             }
             Event::Prefill { .. } => {}
-            Event::Token { id, logprob, top } => self.token(id, logprob, top),
+            Event::Token { id, logprob, top } => {
+                self.tally.tokens.add(1);
+                self.token(id, logprob, top);
+            }
             Event::End(ended) => self.end(ended),
         }
         if self.ended.is_some() || self.gone { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
