@@ -96,6 +96,11 @@ fn chunk(stream: &mut TcpStream, text: &str) {
     write!(stream, "{:x}\r\n{text}\r\n", text.len()).unwrap();
 }
 
+/// A client that has what it waited for may be gone.
+fn end_stream(stream: &mut TcpStream) {
+    let _ = stream.write_all(b"0\r\n\r\n");
+}
+
 fn event(stream: &mut TcpStream, event: &Value) {
     chunk(stream, &format!("data: {event}\n\n"));
 }
@@ -127,7 +132,7 @@ fn answer(pieces: &'static [&'static str]) -> Act {
         // An event in two pieces of the transfer.
         chunk(stream, "data: [DO");
         chunk(stream, "NE]\n\n");
-        stream.write_all(b"0\r\n\r\n").unwrap();
+        end_stream(stream);
     })
 }
 
@@ -235,7 +240,7 @@ fn a_chat_outlives_errors_before_and_in_the_stream_and_a_cut_connection() {
         begin_stream(stream);
         event(stream, &delta(&json!({"content": "I beg"})));
         event(stream, &json!({"error": {"message": "the disk is gone", "type": "api_error"}}));
-        stream.write_all(b"0\r\n\r\n").unwrap();
+        end_stream(stream);
     });
     let cut: Act = Box::new(|_, stream| {
         begin_stream(stream);
@@ -244,12 +249,12 @@ fn a_chat_outlives_errors_before_and_in_the_stream_and_a_cut_connection() {
     let ends: Act = Box::new(|_, stream| {
         begin_stream(stream);
         event(stream, &delta(&json!({"content": "I am"})));
-        stream.write_all(b"0\r\n\r\n").unwrap();
+        end_stream(stream);
     });
     let nonsense: Act = Box::new(|_, stream| {
         begin_stream(stream);
         chunk(stream, "data: <html>\n\n");
-        stream.write_all(b"0\r\n\r\n").unwrap();
+        end_stream(stream);
     });
     let server = Server::new(vec![models(), busy, breaks, cut, ends, nonsense, answer(&["Here."])]);
     let output = chat(&server, &[], "one\ntwo\nthree\nfour\nfive\nsix\n");

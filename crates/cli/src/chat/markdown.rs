@@ -62,16 +62,16 @@ impl Markdown {
     /// Renders a line, its end excluded, in so many columns.
     pub fn line(&mut self, line: &str, columns: usize, rows: &mut Vec<Row>) {
         let line = expand_tabs(line.trim_end_matches('\r'));
-        if let Some(fence) = self.fence.take() {
-            if let Some(code) = fence.inside(&line) {
-                if fence.is_closed_by(code) {
-                    rows.push(edge(&fence.margin, "╰─"));
-                } else {
-                    rows.extend(code_rows(code, &fence.margin, columns));
-                    self.fence = Some(fence);
-                }
-                return;
+        if let Some(fence) = self.fence.take()
+            && let Some(code) = fence.inside(&line)
+        {
+            if fence.is_closed_by(code) {
+                rows.push(edge(&fence.margin, "╰─"));
+            } else {
+                rows.extend(code_rows(code, &fence.margin, columns));
+                self.fence = Some(fence);
             }
+            return;
         }
         if self.in_table(&line, columns, rows) {
             return;

@@ -83,7 +83,7 @@ struct Stage {
 }
 
 enum Sink {
-    Rows(Body),
+    Rows(Box<Body>),
     /// For a terminal that moves nothing control characters are left out.
     Bytes {
         to_terminal: bool,
@@ -100,7 +100,7 @@ impl Show {
             (false, false) => None,
         };
         let sink = if place.has_rows() {
-            Sink::Rows(Body::new(looks))
+            Sink::Rows(Box::new(Body::new(looks)))
         } else {
             Sink::Bytes { to_terminal: place.stdout, calls: Calls::default() }
         };

@@ -15,4 +15,4 @@ if [ -n "${API_KEY:-}" ]; then
 fi
 exec schemathesis run "$base/openapi.json" "${headers[@]}" \
     --checks all --exclude-checks "$exclude" --exclude-path /smoe/instrument \
-    --mode all --max-examples "${EXAMPLES:-50}" --seed 1 --request-timeout 60 --continue-on-failure "$@"
+    --mode all --max-examples "${EXAMPLES:-50}" --seed 1 --request-timeout 60 --max-response-time 60 --continue-on-failure "$@"

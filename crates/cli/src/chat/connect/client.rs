@@ -214,20 +214,24 @@ fn follow(
     tell: &mut dyn FnMut(News) -> io::Result<()>,
 ) -> Result<End, Trouble> {
     let (mut events, mut reader) = (Events::default(), Reader::default());
+    let mut is_over = false;
     loop {
-        if cancel.load(Ordering::Relaxed) {
+        if cancel.load(Ordering::Relaxed) && !is_over {
             return Ok(End::Cancelled);
         }
         let data = match lines.recv_timeout(LOOK) {
-            Ok(line) => events.line(&line?),
-            Err(RecvTimeoutError::Timeout) => continue,
-            Err(RecvTimeoutError::Disconnected) => {
+            Ok(line) if !is_over => events.line(&line?),
+            // The server is given a moment to end what it sends.
+            Ok(Ok(_)) => continue,
+            Err(RecvTimeoutError::Timeout) if !is_over => continue,
+            Err(RecvTimeoutError::Disconnected) if !is_over => {
                 return Err(Trouble::new("the server closed the connection before the answer was over"));
             }
+            Ok(Err(_)) | Err(_) => return Ok(End::Done),
         };
         match data.as_deref() {
             None => {}
-            Some("[DONE]") => return Ok(End::Done),
+            Some("[DONE]") => is_over = true,
             Some(data) => {
                 for news in reader.read(data)? {
                     tell(news).map_err(|error| Trouble::new(error.to_string()))?;
