@@ -255,7 +255,7 @@ pub struct ChatArgs {
     /// The vault
     #[arg(required_unless_present = "connect")]
     pub vault: Option<PathBuf>,
-    /// Instead of a vault, a server that runs: its address, such as localhost:8080
+    /// Instead of a vault, a server that runs: its address, such as localhost:8000
     #[arg(
         long,
         value_name = "URL",
