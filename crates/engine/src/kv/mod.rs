@@ -2,8 +2,8 @@
 //!
 //! Families differ in what a layer keeps, so each layer states its kind ([`LayerKv`]). Keys and values are kept in
 //! blocks of [`BLOCK`] positions of all layers; a sequence holds a table of block numbers. Blocks that are complete
-//! can be shared by every sequence that begins with the same tokens ([`prefix`]), also after the sequence that
-//! computed them has ended, and kept in a file ([`spill`]) when memory is short or the process ends.
+//! can be shared by every sequence that begins with the same tokens (`prefix.rs`), also after the sequence that
+//! computed them has ended, and kept in a file (`spill.rs`) when memory is short or the process ends.
 //!
 //! ```text
 //! memory = block 0 | block 1 | ...
