@@ -492,7 +492,7 @@ pub struct ServeArgs {
     /// Vaults loaded at once, as far as memory allows
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub resident: usize,
-    /// Memory for keys and values, in contexts that conversations share [default: 2]
+    /// Memory for keys and values, in contexts that conversations share
     #[arg(long, value_name = "N", default_value_t = 2)]
     pub kv_contexts: usize,
     /// Directory of the files in which conversations are remembered, or `off` [default: the user's cache]

@@ -15,8 +15,7 @@ mod terminal;
 
 use std::io::{self, IsTerminal};
 
-use serde_json::Value;
-use smoe_engine::{Engine, Finish, Limits, Sampler, Session, Vault};
+use smoe_engine::{Engine, Finish, Limits, Sampler, Session};
 use smoe_text::{ChatTemplate, ModelText, ReplyFormat, ReplyParser, Tokenizer};
 
 use crate::answer::{Answer, Asker, Figures, Piece};
@@ -63,7 +62,7 @@ pub fn chat(args: &ChatArgs) -> Result<(), Failure> {
         text: &text,
         tokenizer,
         template,
-        format: ReplyFormat::detect(&template_source(&vault)?),
+        format: ReplyFormat::detect(template.source()),
         sampler,
         session,
         conversation: Conversation::new(args.system.clone()),
@@ -86,25 +85,6 @@ pub fn chat(args: &ChatArgs) -> Result<(), Failure> {
     warmth::keep(&engine, &vault);
     display.end(&mut engine)?;
     talked
-}
-
-/// The chat template as it was written, which tells how the model marks its reasoning.
-fn template_source(vault: &Vault) -> Result<String, Failure> {
-    if let Some(source) = vault.side_file("chat_template.jinja")? {
-        return Ok(String::from_utf8_lossy(&source).into_owned());
-    }
-    for name in ["tokenizer_config.json", "chat_template.json"] {
-        let Some(bytes) = vault.side_file(name)? else { continue };
-        let file: Value = serde_json::from_slice(&bytes)?;
-        match &file["chat_template"] {
-            Value::String(source) => return Ok(source.clone()),
-            Value::Array(named) => {
-                return Ok(named.iter().filter_map(|template| template["template"].as_str()).collect());
-            }
-            _ => {}
-        }
-    }
-    Ok(String::new())
 }
 
 /// Where a conversation is held: line by line at a terminal or a pipe, or in the panel.

@@ -677,6 +677,12 @@ impl Engine {
         self.kv.spilled()
     }
 
+    /// The plan it runs by.
+    #[must_use]
+    pub const fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
     /// The kernels that compute.
     #[must_use]
     pub const fn kernels(&self) -> Kernels {

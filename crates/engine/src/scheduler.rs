@@ -59,7 +59,7 @@ impl Default for SchedulerOptions {
 const RING_TOKENS: usize = 4;
 /// Positions of an answer that must have room for its job to be let in.
 const ANSWER_ROOM: usize = 256;
-/// Blocks written to the file after a step; all of them while there is nothing else to do.
+/// Blocks written to the file after a step, and four times as many while there is nothing else to do.
 const SAVE_BLOCKS: usize = 4;
 
 /// A job that was let in, or waits.
@@ -194,7 +194,7 @@ impl Scheduler {
         if let Some(spill) = &options.spill {
             engine.spill_to(spill)?;
         }
-        let plan = engine.info().plan;
+        let plan = engine.plan();
         Ok(Self {
             pace: Pace::new(options.stall, plan.chunk),
             max_running: options
@@ -222,7 +222,7 @@ impl Scheduler {
     }
 
     fn new_active(&mut self, mut job: Job) -> Result<Active, EngineError> {
-        let (spec, plan) = (self.engine.spec(), self.engine.info().plan);
+        let (spec, plan) = (self.engine.spec(), self.engine.plan());
         if job.prompt.is_empty() {
             return Err(EngineError::EmptyPrompt);
         }
@@ -303,11 +303,10 @@ impl Scheduler {
         let prompts =
             jobs().any(|i| self.running[i].end.is_none() && !answering(&self.running[i], &self.sessions[i]));
         let drafts = decoding == 1 && !prompts && alone.is_none() && self.options.speculate;
-        let chunk = self.engine.info().plan.chunk;
+        let chunk = self.engine.plan().chunk;
         let mut begun: Vec<usize> = Vec::new();
-        let context = self.engine.info().plan.context;
-        let mut i = 0;
-        while i < self.running.len() {
+        let context = self.engine.plan().context;
+        for i in 0..self.running.len() {
             let waits = !self.running[i].adopted && begun.iter().any(|&j| self.awaits(i, j));
             let (active, session) = (&mut self.running[i], &mut self.sessions[i]);
             session.queue(&[], 0);
@@ -315,13 +314,11 @@ impl Scheduler {
             active.refuted = false;
             let skipped = active.end.is_some() || alone.is_some_and(|id| id != active.id);
             if skipped {
-                i += 1;
                 continue;
             }
             let decodes = answering(active, session);
             if !decodes && !active.adopted {
                 if budget == 0 || waits {
-                    i += 1;
                     continue;
                 }
                 let now = Instant::now();
@@ -334,7 +331,6 @@ impl Scheduler {
                 }
                 active.tell_prefill(held);
                 if active.end.is_some() {
-                    i += 1;
                     continue;
                 }
             }
@@ -359,7 +355,6 @@ impl Scheduler {
                 session.queue(&rest[..n], usize::from(n == rest.len()));
                 begun.push(i);
             }
-            i += 1;
         }
     }
 
@@ -405,7 +400,7 @@ impl Scheduler {
             return false;
         }
         let Self { engine, running, sessions, .. } = self;
-        let (kernels, context) = (engine.kernels(), engine.info().plan.context);
+        let (kernels, context) = (engine.kernels(), engine.plan().context);
         let in_step: Vec<JobId> =
             running.iter().zip(&*sessions).filter(|(_, s)| s.queued() > 0).map(|(a, _)| a.id).collect();
         let drafted = running.iter().map(|active| active.draft.len()).sum::<usize>();
@@ -509,7 +504,7 @@ impl Drop for Scheduler {
 
 /// Jobs at once, by the ring.
 fn suggested(engine: &Engine) -> usize {
-    let (plan, spec) = (engine.info().plan, engine.spec());
+    let (plan, spec) = (engine.plan(), engine.spec());
     let token = spec.moe_layers().count() * spec.moe.top_k;
     if plan.holds_all() { plan.sessions } else { plan.ring_slots / (RING_TOKENS * token.max(1)) }
 }
@@ -560,7 +555,7 @@ impl Driver for Scheduler {
             kv_used: usage.held,
             kv_cached: usage.cached,
             kv_block_tokens: BLOCK,
-            context: self.engine.info().plan.context,
+            context: self.engine.plan().context,
         }
     }
 }

@@ -294,13 +294,13 @@ impl Fleet {
 
     fn load(&self, listing: Listing) -> Result<Model, LoadError> {
         let vault = (self.config.open)(&listing.path).map_err(LoadError::Other)?;
-        let (text, template) = open_text(&vault)?;
+        let text = open_text(&vault)?;
         let held = lock(&self.loaded).iter().map(|model| model.held_bytes()).sum();
         let progress = &mut |done, total| {
             self.loading.send_replace(Some(Loading { id: listing.id.clone(), done, total }));
         };
         let opened = (self.config.start)(Starting { vault: &vault, held, progress })?;
-        Model::new(listing, text, &template, vault.spec.vocab_size, opened)
+        Model::new(listing, text, vault.spec.vocab_size, opened)
             .map_err(|error| LoadError::Other(error.to_string()))
     }
 }
@@ -363,8 +363,8 @@ impl Drop for Place<'_> {
     }
 }
 
-/// The text side of a vault, and the source of its chat template, which tells how the model writes.
-fn open_text(vault: &Vault) -> Result<(ModelText, String), LoadError> {
+/// The text side of a vault.
+fn open_text(vault: &Vault) -> Result<ModelText, LoadError> {
     let failed = RefCell::new(None);
     let read = |name: &str| {
         vault.side_file(name).unwrap_or_else(|error| {
@@ -376,21 +376,5 @@ fn open_text(vault: &Vault) -> Result<(ModelText, String), LoadError> {
     if let Some(error) = failed.take() {
         return Err(error.into());
     }
-    let source =
-        ["chat_template.jinja", "tokenizer_config.json", "chat_template.json"].into_iter().find_map(|name| {
-            let bytes = read(name)?;
-            if name.ends_with(".jinja") {
-                return String::from_utf8(bytes).ok();
-            }
-            let json: serde_json::Value = serde_json::from_slice(&bytes).ok()?;
-            match json.get("chat_template")? {
-                serde_json::Value::String(source) => Some(source.clone()),
-                // Several, by name.
-                serde_json::Value::Array(named) => {
-                    Some(named.iter().filter_map(|entry| entry["template"].as_str()).collect())
-                }
-                _ => None,
-            }
-        });
-    Ok((text?, source.unwrap_or_default()))
+    Ok(text?)
 }

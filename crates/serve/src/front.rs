@@ -189,18 +189,17 @@ mod tests {
 
     #[derive(Debug, serde::Deserialize)]
     struct Inner {
-        #[allow(dead_code, reason = "read by nobody")]
         n: u32,
     }
 
     #[derive(Debug, serde::Deserialize)]
     struct Outer {
-        #[allow(dead_code, reason = "read by nobody")]
         inner: Vec<Inner>,
     }
 
     #[test]
     fn a_wrong_field_is_named_with_its_place() {
+        assert_eq!(parse::<Outer>(br#"{"inner": [{"n": 1}]}"#).unwrap().inner[0].n, 1);
         let error = parse::<Outer>(br#"{"inner": [{"n": 1}, {"n": "x"}]}"#).unwrap_err();
         assert_eq!(error.param.as_deref(), Some("inner[1].n"));
         assert!(error.message.starts_with("inner[1].n: invalid type"), "{}", error.message);

@@ -85,7 +85,7 @@ impl Default for Config {
     fn default() -> Self {
         Self {
             host: "127.0.0.1".to_owned(),
-            port: 8080,
+            port: 8000,
             api_key: None,
             cors: false,
             body_limit: 16 << 20,

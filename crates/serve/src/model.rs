@@ -4,7 +4,7 @@ use std::ops::Deref;
 use std::sync::{Arc, OnceLock};
 
 use smoe_engine::{EngineInfo, Meters};
-use smoe_text::{GrammarVocabulary, ModelText, ReplyFormat};
+use smoe_text::{ChatTemplate, GrammarVocabulary, ModelText, ReplyFormat};
 use tokio::sync::watch;
 
 use crate::error::ApiError;
@@ -32,11 +32,11 @@ impl Model {
     pub(crate) fn new(
         listing: Listing,
         text: ModelText,
-        template: &str,
         vocab_size: usize,
         opened: Opened,
     ) -> std::io::Result<Self> {
         let runner = Runner::start(opened.machine)?;
+        let template = text.chat_template.as_ref().map_or("", ChatTemplate::source);
         Ok(Self {
             format: ReplyFormat::detect(template),
             knows_developer: template.contains("developer"),

@@ -18,6 +18,7 @@ use crate::AppState;
 use crate::error::ApiError;
 use crate::fleet::Listing;
 use crate::front::{ANTHROPIC_VERSION, Wire};
+use crate::id::rfc3339;
 use crate::turn::{Delta, TurnStream, collect, start};
 
 use answer::{Kind, Writer};
@@ -122,15 +123,14 @@ async fn model(State(state): State<AppState>, Path(id): Path<String>) -> Result<
 
 /// A model as both OpenAI's and Anthropic's clients read one.
 fn describe(listing: &Listing, loaded: Option<usize>) -> Value {
-    let created = i64::try_from(listing.created).unwrap_or(0);
     json!({
         "id": listing.id,
         "object": "model",
-        "created": created,
+        "created": listing.created,
         "owned_by": "s-moe",
         "type": "model",
         "display_name": listing.id,
-        "created_at": answer::rfc3339(created),
+        "created_at": rfc3339(listing.created),
         "smoe": {
             "path": listing.path.to_string_lossy(),
             "bytes": listing.bytes,

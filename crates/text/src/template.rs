@@ -51,6 +51,7 @@ const TOOL_USE: &str = "tool_use";
 #[derive(Clone, Debug)]
 pub struct ChatTemplate {
     env: Environment<'static>,
+    source: String,
 }
 
 /// What a template may see.
@@ -173,7 +174,7 @@ impl ChatTemplate {
         env.set_recursion_limit(RECURSION_LIMIT);
         env.set_debug(false);
         python::install(&mut env);
-        let mut template = ChatTemplate { env };
+        let mut template = ChatTemplate { env, source: String::new() };
         template.add(NAME, source)?;
         Ok(template)
     }
@@ -187,7 +188,13 @@ impl ChatTemplate {
         Ok(self)
     }
 
+    /// The templates as they were written, one after the other: how a model marks reasoning and calls stands there.
+    pub fn source(&self) -> &str {
+        &self.source
+    }
+
     fn add(&mut self, name: &'static str, source: &str) -> Result<(), TextError> {
+        self.source.push_str(source);
         // Jinja2 reads every kind of line break as a line feed.
         let source = source.replace("\r\n", "\n").replace('\r', "\n");
         let source = generation::without_generation_tags(&source).into_owned();

@@ -106,6 +106,8 @@ pub struct KvCache {
     memory: AlignedBuf,
     blocks: Vec<Block>,
     free: Vec<u32>,
+    /// Blocks with holders.
+    held: usize,
     sequences: Vec<Sequence>,
     tree: Tree,
     spill: Option<Spill>,
@@ -137,6 +139,7 @@ impl KvCache {
             geometry,
             blocks: (0..n).map(|_| Block::default()).collect(),
             free: (0..n as u32).rev().collect(),
+            held: 0,
             sequences: (0..sequences)
                 .map(|_| Sequence { blocks: Vec::with_capacity(n), ..Sequence::default() })
                 .collect(),
@@ -172,8 +175,8 @@ impl KvCache {
     /// Blocks, by what they are used for.
     #[must_use]
     pub fn usage(&self) -> KvUse {
-        let held = self.blocks.iter().filter(|block| block.holders > 0).count();
-        KvUse { blocks: self.blocks.len(), held, cached: self.blocks.len() - held - self.free.len() }
+        let (blocks, held) = (self.blocks.len(), self.held);
+        KvUse { blocks, held, cached: blocks - held - self.free.len() }
     }
 
     /// Takes a free sequence.
@@ -245,7 +248,7 @@ impl KvCache {
     /// Blocks that a new sequence could get: free ones, and those that only wait to be found again.
     #[must_use]
     pub fn available(&self) -> usize {
-        self.blocks.len() - self.usage().held
+        self.blocks.len() - self.held
     }
 
     /// Gives an empty sequence the longest beginning of `tokens` that is known, from memory or the file, and
@@ -470,13 +473,16 @@ impl KvCache {
     }
 
     fn hold(&mut self, id: u32) {
-        self.blocks[id as usize].holders += 1;
+        let holders = &mut self.blocks[id as usize].holders;
+        *holders += 1;
+        self.held += usize::from(*holders == 1);
     }
 
     /// One holder less. Nobody's: free, or cached if it can be found.
     fn release(&mut self, id: u32) {
         let block = &mut self.blocks[id as usize];
         block.holders -= 1;
+        self.held -= usize::from(block.holders == 0);
         self.now += 1;
         block.used = self.now;
         if block.holders == 0 && block.node.is_none() {
@@ -503,7 +509,7 @@ impl KvCache {
                 id as u32
             }
         };
-        self.blocks[id as usize].holders = 1;
+        self.hold(id);
         Ok(id)
     }
 

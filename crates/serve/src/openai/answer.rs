@@ -266,11 +266,6 @@ fn text_logprobs(told: &[TokenLogprob], mut offset: usize) -> Json {
     })
 }
 
-/// A time as RFC 3339 has it.
-pub(super) fn rfc3339(unix_seconds: i64) -> String {
-    jiff::Timestamp::from_second(unix_seconds).unwrap_or(jiff::Timestamp::UNIX_EPOCH).to_string()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

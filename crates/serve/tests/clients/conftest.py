@@ -1,10 +1,10 @@
-"""Where the server is: BASE_URL (http://127.0.0.1:8080), MODEL (s-moe: what is loaded), API_KEY (none)."""
+"""Where the server is: BASE_URL (http://127.0.0.1:8000), MODEL (s-moe: what is loaded), API_KEY (none)."""
 
 import os
 
 import pytest
 
-BASE_URL = os.environ.get("BASE_URL", "http://127.0.0.1:8080").rstrip("/")
+BASE_URL = os.environ.get("BASE_URL", "http://127.0.0.1:8000").rstrip("/")
 MODEL = os.environ.get("MODEL", "s-moe")
 # The clients insist on one; a server without a key takes any.
 API_KEY = os.environ.get("API_KEY", "any")

@@ -5,7 +5,7 @@
 # Not checked: that all that the document allows is accepted. A template may refuse an order of roles,
 # a grammar a schema, a context a prompt; no document can say so. The instrument never ends and is left out.
 set -euo pipefail
-base=${BASE_URL:-http://127.0.0.1:8080}
+base=${BASE_URL:-http://127.0.0.1:8000}
 headers=()
 exclude=positive_data_acceptance
 if [ -n "${API_KEY:-}" ]; then

@@ -1,7 +1,7 @@
 // Drives the console in a real browser, by keyboard and pointer, and says what does not hold.
 //
 //   npm ci && node drive.mjs                     against mock.mjs
-//   BASE_URL=http://127.0.0.1:8080 node drive.mjs    against a real server: only what holds for any model
+//   BASE_URL=http://127.0.0.1:8000 node drive.mjs    against a real server: only what holds for any model
 //
 // CHROMIUM names the browser (default /usr/bin/chromium); SHOTS a folder for pictures of each look; ONLY a part of
 // the name of the checks to run.
