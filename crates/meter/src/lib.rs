@@ -12,6 +12,7 @@ mod phase;
 mod routing;
 mod step;
 mod store;
+mod tier;
 
 pub use busy::Busy;
 pub use counter::Counter;
@@ -19,3 +20,4 @@ pub use phase::{Phase, PhaseClock, PhaseMeter, PhaseSnapshot};
 pub use routing::{RouteMeter, RouteSnapshot};
 pub use step::{Step, StepLog};
 pub use store::{StoreMeter, StoreSnapshot};
+pub use tier::{TierMeter, TierSnapshot};

@@ -23,6 +23,8 @@ pub enum Phase {
     DemandWait,
     /// Routed experts' arithmetic.
     Experts,
+    /// Waiting for a GPU, whatever it computes.
+    Device,
     /// Final norm and LM head.
     Head,
     /// Choosing the next token.
@@ -33,12 +35,13 @@ pub enum Phase {
 
 impl Phase {
     /// Every phase, in the order of the buckets.
-    pub const ALL: [Phase; 8] = [
+    pub const ALL: [Phase; 9] = [
         Phase::Attention,
         Phase::Dense,
         Phase::Router,
         Phase::DemandWait,
         Phase::Experts,
+        Phase::Device,
         Phase::Head,
         Phase::Sampling,
         Phase::Other,
@@ -52,6 +55,7 @@ impl Phase {
             Phase::Router => "router",
             Phase::DemandWait => "demand_wait",
             Phase::Experts => "experts",
+            Phase::Device => "device",
             Phase::Head => "head",
             Phase::Sampling => "sampling",
             Phase::Other => "other",

@@ -1,0 +1,280 @@
+//! Attention over the cache: [`Attention`].
+//!
+//! A token's positions are cut at multiples of [`SPLIT`]; one kernel works on all splits side by side, another
+//! joins them. What the splits of a token come to lies in an [`AttentionScratch`] in between: long prompts take
+//! several rounds of both.
+
+use crate::norm::{Draft, demand, demand_coded};
+use crate::rope::{KvFormat, KvLayout, Rows};
+use crate::shader::{Access, Op};
+use crate::{CodedPlane, Gpu, GpuError, Slice, Step};
+
+const ATTENTION: &str = include_str!("wgsl/attention.wgsl");
+const COMBINE: &str = include_str!("wgsl/attention_combine.wgsl");
+
+/// Positions of a split.
+const SPLIT: usize = 128;
+/// Threads of a workgroup.
+const THREADS: usize = 256;
+/// Queries of a workgroup at most.
+const QUERIES: usize = 8;
+/// Query heads that may share a kv head.
+const PER_KV: usize = 16;
+/// Tokens from which on several of them share a workgroup: there are enough workgroups then.
+const TILED: usize = 16;
+/// Workgroups along an axis of a grid.
+const GRID: usize = 65_535;
+
+/// Room for what the splits of tokens come to; shared by the layers of a model.
+#[derive(Clone, Debug)]
+pub struct AttentionScratch {
+    sums: Slice,
+    stats: Slice,
+    n_heads: usize,
+    value_dim: usize,
+    splits: usize,
+}
+
+impl AttentionScratch {
+    /// In about `bytes` bytes, for heads of that number and width; at least for one token that sees `visible`
+    /// positions.
+    ///
+    /// # Errors
+    /// If the device has no room, or cannot bind as much.
+    pub fn new(
+        gpu: &Gpu,
+        n_heads: usize,
+        value_dim: usize,
+        visible: usize,
+        bytes: u64,
+    ) -> Result<Self, GpuError> {
+        let split = (n_heads * (value_dim + 2) * 4) as u64;
+        let most = gpu.facts().max_binding / (n_heads * value_dim * 4) as u64;
+        let splits = (bytes / split).min(most).max(splits_of(visible) as u64) as usize;
+        Ok(Self {
+            sums: gpu.buffer("sums of attention", (splits * n_heads * value_dim * 4) as u64)?,
+            stats: gpu.buffer("weights of attention", (splits * n_heads * 8) as u64)?,
+            n_heads,
+            value_dim,
+            splits,
+        })
+    }
+
+    /// Bytes on the device.
+    #[must_use]
+    pub const fn bytes(&self) -> u64 {
+        self.sums.len() + self.stats.len()
+    }
+}
+
+/// Splits that `visible` consecutive positions touch at most.
+const fn splits_of(visible: usize) -> usize {
+    (visible + 2 * SPLIT - 2) / SPLIT
+}
+
+/// What [`Attention`] works on besides the cache.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionHeads<'a> {
+    /// Query heads; those of kv head h are `h * n_heads / n_kv_heads` and the ones after it.
+    pub n_heads: usize,
+    /// What scores are multiplied with.
+    pub scale: f32,
+    /// One logit per query head that takes part in the softmax and has no value, `[n_heads]`.
+    pub sinks: Option<&'a Slice>,
+}
+
+/// Where the outputs go; one of them at least.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct AttentionOutputs<'a> {
+    /// As f32, `[tokens, n_heads * value_dim]`.
+    pub plane: Option<&'a Slice>,
+    /// As int8.
+    pub coded: Option<&'a CodedPlane>,
+}
+
+/// Grouped-query attention of the tokens of a step, each over the positions that its row says.
+///
+/// Softmax as on the CPU, sums in an order of their own that does not depend on other tokens: bits are the same
+/// for one token and for thousands. A score or value that is not a number makes NaN of the heads that see it, and
+/// of no others. Two dispatches for as many tokens as the scratch has room for.
+#[derive(Clone, Debug)]
+pub struct Attention {
+    /// One token a workgroup, and several.
+    single: Op,
+    tiled: Option<(Op, usize)>,
+    combine: Op,
+    tokens: usize,
+    room: usize,
+    n_kv_heads: usize,
+    groups: usize,
+    parts: usize,
+    scale: f32,
+}
+
+impl Attention {
+    /// For up to `tokens` tokens; `queries` is `[tokens, n_heads * head_dim]`.
+    ///
+    /// A row's positions must be of its session's table, and the blocks there of the cache: the device does not
+    /// check.
+    ///
+    /// # Errors
+    /// If the device refuses.
+    ///
+    /// # Panics
+    /// If a shape does not match, a head is wider than 256 or no multiple of 4, or more than 16 query heads share a
+    /// kv head.
+    pub fn new(
+        gpu: &Gpu,
+        tokens: usize,
+        kv: KvLayout,
+        heads: AttentionHeads<'_>,
+        queries: &Slice,
+        cache: &Slice,
+        rows: Rows<'_>,
+        scratch: &AttentionScratch,
+        outputs: AttentionOutputs<'_>,
+    ) -> Result<Self, GpuError> {
+        let KvLayout { n_kv_heads, head_dim, value_dim, .. } = kv;
+        let AttentionHeads { n_heads, scale, sinks } = heads;
+        kv.check(cache);
+        let per_kv = n_heads / n_kv_heads;
+        assert!(
+            n_heads == per_kv * n_kv_heads && (1..=PER_KV).contains(&per_kv),
+            "{n_heads} heads of {n_kv_heads}"
+        );
+        let width = n_heads * value_dim;
+        demand(queries, tokens * n_heads * head_dim, "queries");
+        demand(rows.rows, 4 * tokens, "rows");
+        sinks.iter().for_each(|sinks| demand(sinks, n_heads, "sinks"));
+        outputs.plane.iter().for_each(|plane| demand(plane, tokens * width, "outputs of attention"));
+        outputs.coded.iter().for_each(|coded| demand_coded(coded, tokens, width));
+        assert!(outputs.plane.is_some() || outputs.coded.is_some(), "attention without outputs");
+        assert_eq!((scratch.n_heads, scratch.value_dim), (n_heads, value_dim), "heads of the scratch");
+
+        let groups = per_kv.div_ceil(QUERIES);
+        let split = |tile: usize| {
+            let queries_at_once = tile * per_kv.div_ceil(groups);
+            Draft::default()
+                .constant("HEADS", n_heads)
+                .constant("KV_HEADS", n_kv_heads)
+                .constant("PER_KV", per_kv)
+                .constant("QUERIES", queries_at_once)
+                .constant("GROUPS", groups)
+                .constant("TILE", tile)
+                .constant("HEAD_DIM", head_dim)
+                .constant("VALUE_DIM", value_dim)
+                .constant("COLUMNS", (value_dim / 4).next_power_of_two())
+                .constant("ROW", kv.row_bytes() / 16)
+                .constant("NARROW", kv.format.words())
+                .constant("STAGE", (queries_at_once * head_dim / 4).max(2 * THREADS))
+                .buffer("queries", "vec4<f32>", Access::Read, queries)
+                .buffer("keys", "vec4<u32>", Access::Read, cache)
+                .buffer("values", kv.format.narrow(), Access::Read, cache)
+                .buffer("rows", "vec4<u32>", Access::Read, rows.rows)
+                .buffer("tables", "u32", Access::Read, rows.tables)
+                .buffer("sums", "vec4<f32>", Access::Write, &scratch.sums)
+                .buffer("stats", "vec2<f32>", Access::Write, &scratch.stats)
+                .float(64)
+                .text(kv.format.widen())
+                .text(ATTENTION)
+                .loose_op(gpu, "attention")
+        };
+        let tile = QUERIES / per_kv;
+        let tiled = if tile > 1 && tokens >= TILED { Some((split(tile)?, tile)) } else { None };
+
+        let group = outputs.coded.map_or(64, |coded| coded.group);
+        let cells = width.div_ceil(group);
+        let mut draft = Draft::default()
+            .float(group)
+            .constant("HEADS", n_heads)
+            .constant("VALUE_DIM", value_dim)
+            .constant("CELLS", cells)
+            .constant("AT_ONCE", if value_dim.is_multiple_of(group) { group / 16 } else { 1 })
+            .flag("PLANE", outputs.plane.is_some())
+            .flag("CODED", outputs.coded.is_some())
+            .flag("SINKS", sinks.is_some())
+            .text(COMBINE)
+            .buffer("rows", "vec4<u32>", Access::Read, rows.rows)
+            .buffer("sums", "vec4<f32>", Access::Read, &scratch.sums)
+            .buffer("stats", "vec2<f32>", Access::Read, &scratch.stats);
+        draft = match sinks {
+            Some(sinks) => draft
+                .buffer("sinks", "f32", Access::Read, sinks)
+                .text("fn sink_of(head: u32) -> f32 { return sinks[head]; }\n"),
+            None => draft.text("fn sink_of(head: u32) -> f32 { return 0.0; }\n"),
+        };
+        draft = match outputs.plane {
+            Some(plane) => draft.plane("mixed", width, Access::Write, plane),
+            None => draft.text("fn store_mixed(row: u32, chunk: u32, v: vec4<f32>) {}\n"),
+        };
+        draft = match outputs.coded {
+            Some(coded) => draft.coded(coded),
+            None => draft.text("fn store_codes(cell: u32, quarter: u32, coded: Codes) {}\n"),
+        };
+        Ok(Self {
+            single: split(1)?,
+            tiled,
+            combine: draft.op(gpu, "attention: combine")?,
+            tokens,
+            room: scratch.splits,
+            n_kv_heads,
+            groups,
+            parts: cells.div_ceil(16),
+            scale,
+        })
+    }
+
+    /// Records it for the first `tokens` tokens, none of which sees more than `visible` positions.
+    ///
+    /// # Panics
+    /// If there are more tokens than it was made for, or one of them needs more room than the scratch has.
+    pub fn record(&self, step: &mut Step, tokens: usize, visible: usize) {
+        assert!(tokens <= self.tokens, "{tokens} tokens of {}", self.tokens);
+        let splits = splits_of(visible);
+        let at_once = (self.room / splits).min(GRID);
+        assert!(tokens == 0 || at_once > 0, "scratch for {} splits, {visible} positions are seen", self.room);
+        let (op, tile) = match &self.tiled {
+            Some((op, tile)) if tokens >= TILED => (op, *tile),
+            _ => (&self.single, 1),
+        };
+        let low = f32::NEG_INFINITY.to_bits();
+        let mut first = 0;
+        while first < tokens {
+            let end = tokens.min(first + at_once);
+            let words = [first as u32, end as u32, splits as u32, self.scale.to_bits(), low];
+            let heads = (self.n_kv_heads * self.groups) as u32;
+            step.run(op, &words, [splits as u32, heads, (end - first).div_ceil(tile) as u32]);
+            let words = [first as u32, splits as u32, low];
+            step.run(&self.combine, &words, [self.parts as u32, (end - first) as u32, 1]);
+            first = end;
+        }
+    }
+}
+
+impl KvFormat {
+    /// Parts of sixteen bytes that hold four elements each.
+    const fn words(self) -> usize {
+        match self {
+            Self::F32 => 1,
+            Self::F16 => 2,
+            Self::Q8 => 4,
+        }
+    }
+
+    /// The type of such a part.
+    const fn narrow(self) -> &'static str {
+        match self {
+            Self::F32 => "vec4<u32>",
+            Self::F16 => "vec2<u32>",
+            Self::Q8 => "u32",
+        }
+    }
+
+    const fn widen(self) -> &'static str {
+        match self {
+            Self::F32 => include_str!("wgsl/attention_f32.wgsl"),
+            Self::F16 => include_str!("wgsl/attention_f16.wgsl"),
+            Self::Q8 => include_str!("wgsl/attention_q8.wgsl"),
+        }
+    }
+}

@@ -1,0 +1,423 @@
+//! Products of coded weights, in the vault's own tiles.
+//!
+//! [`CodedMatmul`] multiplies by int8 activations and has the CPU's bits; [`ExactMatmul`] by f32.
+
+use smoe_format::tile::ROWS;
+use smoe_format::{Encoding, Uniform, Zero};
+
+use crate::quantise::{GRID, QUANTISE, Repeated, assert_plane, source, text, tile_constants};
+use crate::{Access, CodedPlane, Gpu, GpuError, Op, Shader, Slice, Step};
+
+/// Bytes that a workgroup may share, less a few for what is empty.
+const SHARED: u32 = (16 << 10) - 64;
+/// Most chains of a lane: more would not stay in registers.
+const CHAINS: u32 = 16;
+/// Most lines of a tile that a lane holds its share of: a register file's worth.
+const HELD: u32 = 34;
+/// Tokens that a pass takes: the widths that are compiled.
+pub(crate) const PASSES: [u32; 4] = [1, 2, 4, 8];
+/// Workgroups below which runs of blocks are not made longer.
+const WORKGROUPS: usize = 256;
+
+/// A weight matrix on the device: `rows x cols`, its bytes as in the vault.
+#[derive(Clone, Debug)]
+pub struct Weights {
+    slice: Slice,
+    rows: usize,
+    cols: usize,
+    encoding: Encoding,
+}
+
+impl Weights {
+    /// The matrix that `slice` begins with.
+    ///
+    /// # Panics
+    /// If it is empty, or the slice too short.
+    #[must_use]
+    pub fn new(slice: Slice, rows: usize, cols: usize, encoding: Encoding) -> Self {
+        let bytes = encoding.tensor_bytes(rows, cols).map(|bytes| bytes as u64);
+        assert!(
+            rows > 0 && cols > 0 && bytes.is_some_and(|bytes| bytes <= slice.len()),
+            "{} bytes for {rows} x {cols} {encoding}",
+            slice.len()
+        );
+        Self { slice, rows, cols, encoding }
+    }
+
+    /// Outputs.
+    #[must_use]
+    pub const fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Inputs.
+    #[must_use]
+    pub const fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// What the bytes mean.
+    #[must_use]
+    pub const fn encoding(&self) -> Encoding {
+        self.encoding
+    }
+
+    pub(crate) const fn slice(&self) -> &Slice {
+        &self.slice
+    }
+
+    fn uniform(&self) -> Uniform {
+        match self.encoding {
+            Encoding::Uniform(uniform) => uniform,
+            other => panic!("{} x {} {other} weights have no codes", self.rows, self.cols),
+        }
+    }
+}
+
+/// Where a product goes: the columns from `offset` on of a `[tokens, stride]` plane of f32.
+#[derive(Clone, Debug)]
+pub struct Columns {
+    /// The plane.
+    pub plane: Slice,
+    /// Columns of the plane.
+    pub stride: usize,
+    /// The first one.
+    pub offset: usize,
+}
+
+impl Columns {
+    /// A whole plane of `cols` columns.
+    #[must_use]
+    pub const fn whole(plane: Slice, cols: usize) -> Self {
+        Self { plane, stride: cols, offset: 0 }
+    }
+
+    /// Asserts room for `rows` of each of so many tokens.
+    pub(crate) fn assert_room(&self, tokens: usize, rows: usize) {
+        assert!(self.offset + rows <= self.stride, "{rows} at {} of {}", self.offset, self.stride);
+        let last = tokens.saturating_sub(1) * self.stride + self.offset + rows;
+        assert!(self.plane.len() >= last as u64 * 4, "{} bytes for {last} floats", self.plane.len());
+        assert!(last <= 1 << 31, "{last} floats in a plane");
+    }
+}
+
+/// How a coded kernel is cut, for each of its passes: what is timed to choose.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tuning {
+    /// Threads of a workgroup: 64, 128 or 256.
+    pub threads: u32,
+    /// Tiles that a lane holds at once: 1 or 2.
+    pub items: u32,
+}
+
+impl Tuning {
+    /// For rows of so many groups, and passes of so many tokens.
+    pub(crate) const fn of(groups: usize, pass: u32) -> Self {
+        let threads = match (pass, groups) {
+            (1, 48..) => 256,
+            (1 | 2, 24..) => 128,
+            _ => 64,
+        };
+        Self { threads, items: 1 }
+    }
+}
+
+/// A coded kernel's constants.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Cut {
+    pub(crate) pass: u32,
+    pub(crate) threads: u32,
+    items: u32,
+    pub(crate) slots: u32,
+}
+
+impl Cut {
+    pub(crate) fn new(uniform: Uniform, pass: u32, tuning: Tuning) -> Self {
+        let Tuning { threads, items } = tuning;
+        assert!(matches!(threads, 64 | 128 | 256) && matches!(items, 1 | 2), "{tuning:?}");
+        let affine = u32::from(uniform.zero() == Zero::Affine);
+        // Integers and a cell a token; scales, minima.
+        let slot = pass * (4 * ROWS as u32 + 8) + (1 + affine) * 2 * ROWS as u32;
+        Self { pass, threads, items, slots: (threads / 4 * items).min(SHARED / slot) }
+    }
+
+    /// Most blocks of rows that a workgroup can take.
+    pub(crate) const fn most_blocks(self) -> u32 {
+        CHAINS * self.threads / (self.pass * ROWS as u32 / 2)
+    }
+
+    /// Blocks of rows for a workgroup: as few as keep most slots of most rounds in use, as long as there are
+    /// workgroups enough, with `times` such products in a dispatch.
+    fn blocks(self, groups: usize, all: usize, times: usize) -> u32 {
+        let slots = self.slots as usize;
+        let use_of = |blocks: usize| {
+            let items = blocks * groups;
+            items as f64 / items.next_multiple_of(slots) as f64
+        };
+        let most = (all * times / WORKGROUPS).clamp(1, self.most_blocks() as usize);
+        let mut best = 1;
+        for blocks in 2..=most {
+            if use_of(best) >= 0.9 {
+                break;
+            }
+            if use_of(blocks) > use_of(best) {
+                best = blocks;
+            }
+        }
+        best as u32
+    }
+
+    /// Chains of a lane, in workgroups of so many blocks.
+    fn chains(self, blocks: u32) -> u32 {
+        let chains = (blocks * self.pass * ROWS as u32 / 2).div_ceil(self.threads);
+        assert!(chains <= CHAINS, "{blocks} blocks a workgroup");
+        chains
+    }
+
+    /// coded.wgsl, for workgroups of so many blocks: its constants and its text.
+    pub(crate) fn core(
+        self,
+        uniform: Uniform,
+        blocks: u32,
+        repeated: Repeated,
+    ) -> (Vec<(&'static str, u32)>, String) {
+        let chains = self.chains(blocks);
+        // Longer tiles are read where they are needed.
+        let held = Some((uniform.tile_bytes() / 64) as u32).filter(|lines| *lines <= HELD).unwrap_or(0);
+        let mut constants = tile_constants(uniform).to_vec();
+        constants.extend([
+            ("TOKENS", self.pass),
+            ("THREADS", self.threads),
+            ("ITEMS", self.items),
+            ("SLOTS", self.slots),
+            ("CHAINS", chains),
+            ("HELD", u32::from(held > 0)),
+        ]);
+        let (job, lines) = ("job: ptr<function, Job>", "lines: ptr<function, Lines>");
+        let (integers, sums) = ("sums: ptr<function, Integers>", "sums: ptr<function, Sums>");
+        let places = "base: u32, at: u32, tile: u32";
+        let text = [
+            include_str!("wgsl/coded.wgsl").to_owned(),
+            repeated.calls(&format!("load_lines({lines}, base: u32, at: u32)"), held, |i| {
+                format!("load_line(lines, base, at, {i});")
+            }),
+            repeated.calls(
+                &format!("take_spans({job}, {lines}, {integers}, {places})"),
+                uniform.group() as u32 / 16,
+                |v| format!("take_span(job, lines, sums, base, at, tile, {v});"),
+            ),
+            repeated.tokens(
+                &format!("add_tokens({job}, {integers}, span: ptr<function, Span>, tile: u32, v: u32)"),
+                self.pass,
+                |t| format!("add_span(job, sums, span, {t}, tile, v);"),
+            ),
+            repeated.tokens(
+                &format!("hand_tokens({job}, {integers}, slot: u32, quarter: u32, tile: u32)"),
+                self.pass,
+                |t| format!("hand(job, sums, slot, quarter, tile, {t});"),
+            ),
+            repeated.calls(&format!("run_chains({job}, {sums}, lane: u32, first: u32)"), chains, |k| {
+                format!("run_chain(job, sums, lane, first, {k});")
+            }),
+            repeated.calls(&format!("finish_chains({job}, {sums}, lane: u32)"), chains, |k| {
+                format!("finish_chain(job, sums, lane, {k});")
+            }),
+        ];
+        (constants, text.concat())
+    }
+}
+
+/// The passes that calls of up to `tokens` tokens need.
+pub(crate) fn passes(tokens: usize) -> impl Iterator<Item = u32> {
+    let widest = pass_of(tokens);
+    PASSES.into_iter().take(widest + 1)
+}
+
+/// Which of [`PASSES`] a call of `tokens` tokens takes.
+pub(crate) fn pass_of(tokens: usize) -> usize {
+    match tokens {
+        0 | 1 => 0,
+        2 => 1,
+        3 | 4 => 2,
+        _ => 3,
+    }
+}
+
+/// A kernel with the blocks that its workgroups take.
+#[derive(Clone, Debug)]
+pub(crate) struct CodedOp {
+    pub(crate) op: Op,
+    pub(crate) blocks: u32,
+}
+
+impl CodedOp {
+    /// One of a coded product's kernels: `parts` and `bindings` follow the core and its three bindings.
+    pub(crate) fn new(
+        gpu: &Gpu,
+        name: &str,
+        uniform: Uniform,
+        cut: Cut,
+        shape: (usize, usize),
+        times: usize,
+        extra: &[(&'static str, u32)],
+        parts: &[&str],
+        accesses: &[Access],
+        buffers: &[&Slice],
+    ) -> Result<Self, GpuError> {
+        let (rows, cols) = shape;
+        let blocks = cut.blocks(uniform.groups(cols), rows.div_ceil(ROWS), times);
+        let (mut constants, core) = cut.core(uniform, blocks, Repeated::on(gpu)?);
+        constants.extend_from_slice(extra);
+        let mut texts = vec![&core[..]];
+        texts.extend_from_slice(parts);
+        let mut all = vec![Access::Read; 3];
+        all.extend_from_slice(accesses);
+        let source = source(gpu, &constants, &texts)?.into();
+        let kernel = gpu.kernel(&Shader { name, source, bindings: &all })?;
+        Ok(Self { op: gpu.bind(&kernel, buffers)?, blocks })
+    }
+}
+
+/// `out[t, offset + r] = sum over k of W[r, k] * x[t, k]` for coded weights and int8 activations.
+///
+/// The bits are those of the CPU's `Kernels::coded_matmul`, whatever the number of tokens: exact integers within a group, groups in ascending order with one fused multiply-add each. (Where a
+/// scale of weights times one of activations is subnormal, a device may take it for zero.)
+#[derive(Clone, Debug)]
+pub struct CodedMatmul {
+    passes: Vec<CodedOp>,
+    rows: usize,
+    groups: usize,
+    tokens: usize,
+    stride: usize,
+    offset: usize,
+}
+
+impl CodedMatmul {
+    /// Multiplies `weights` by up to `x.tokens` tokens.
+    ///
+    /// # Errors
+    /// If the device refuses a kernel.
+    ///
+    /// # Panics
+    /// If the weights have no codes, `x` has other columns or groups, or the output has no room.
+    pub fn new(gpu: &Gpu, weights: &Weights, x: &CodedPlane, out: &Columns) -> Result<Self, GpuError> {
+        Self::tuned(gpu, weights, x, out, None)
+    }
+
+    /// The same, cut as said: for measurements.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    ///
+    /// # Panics
+    /// As there, and if `tuning` is not one of those that its fields name.
+    pub fn tuned(
+        gpu: &Gpu,
+        weights: &Weights,
+        x: &CodedPlane,
+        out: &Columns,
+        tuning: Option<Tuning>,
+    ) -> Result<Self, GpuError> {
+        let uniform = weights.uniform();
+        assert!(x.suits(uniform, weights.cols), "x is {} in {}", x.cols, x.group);
+        out.assert_room(x.tokens, weights.rows);
+        assert!(x.tokens.div_ceil(8) <= GRID && weights.rows.div_ceil(ROWS) <= GRID, "the grid");
+        let groups = uniform.groups(weights.cols);
+        let passes = passes(x.tokens)
+            .map(|pass| {
+                let cut = Cut::new(uniform, pass, tuning.unwrap_or(Tuning::of(groups, pass)));
+                let buffers = [&weights.slice, &x.codes, &x.cells, &out.plane];
+                let shape = (weights.rows, weights.cols);
+                let parts = [include_str!("wgsl/coded_matmul.wgsl")];
+                CodedOp::new(
+                    gpu,
+                    "coded product",
+                    uniform,
+                    cut,
+                    shape,
+                    1,
+                    &[],
+                    &parts,
+                    &[Access::Write],
+                    &buffers,
+                )
+            })
+            .collect::<Result<_, _>>()?;
+        let (stride, offset) = (out.stride, out.offset);
+        Ok(Self { passes, rows: weights.rows, groups, tokens: x.tokens, stride, offset })
+    }
+
+    /// Records it for the first `tokens` tokens.
+    ///
+    /// # Panics
+    /// If there is no room for them.
+    pub fn record(&self, step: &mut Step, tokens: usize) {
+        assert!(tokens <= self.tokens, "{tokens} tokens of {}", self.tokens);
+        let pass = pass_of(tokens);
+        let CodedOp { op, blocks } = &self.passes[pass];
+        let words = [self.rows, self.groups, *blocks as usize, tokens, self.stride, self.offset];
+        let runs = self.rows.div_ceil(ROWS).div_ceil(*blocks as usize) as u32;
+        let grid = [runs, (tokens as u32).div_ceil(PASSES[pass]), 1];
+        step.run(op, &words.map(|word| word as u32), grid);
+    }
+}
+
+/// `out[t, offset + r] = sum over k of W[r, k] * x[t, k]` for coded weights and f32 activations: each weight is
+/// decoded as the format defines it, and multiplied in f32. For exactness, not for speed.
+///
+/// The sums have an order of their own, the same for any number of tokens: they differ from the CPU's
+/// `exact_matmul` in the last bits.
+#[derive(Clone, Debug)]
+pub struct ExactMatmul {
+    op: Op,
+    rows: usize,
+    cols: usize,
+    groups: usize,
+    tokens: usize,
+    stride: usize,
+    offset: usize,
+}
+
+impl ExactMatmul {
+    /// Multiplies `weights` by up to `tokens` tokens of `x`, `[tokens, cols]`.
+    ///
+    /// # Errors
+    /// If the device refuses the kernel.
+    ///
+    /// # Panics
+    /// If the weights have no codes, `x` is too short, or the output has no room.
+    pub fn new(
+        gpu: &Gpu,
+        weights: &Weights,
+        x: &Slice,
+        tokens: usize,
+        out: &Columns,
+    ) -> Result<Self, GpuError> {
+        let uniform = weights.uniform();
+        assert_plane(x, tokens, weights.cols);
+        out.assert_room(tokens, weights.rows);
+        assert!(weights.rows.div_ceil(ROWS) <= GRID, "the grid");
+        let mut constants = tile_constants(uniform).to_vec();
+        constants.push(("GROUP", uniform.group() as u32));
+        let kernel = gpu.kernel(&Shader {
+            name: "exact product",
+            source: text(&constants, &[QUANTISE, include_str!("wgsl/coded_exact.wgsl")]).into(),
+            bindings: &[Access::Read, Access::Read, Access::Write],
+        })?;
+        let op = gpu.bind(&kernel, &[&weights.slice, x, &out.plane])?;
+        let groups = uniform.groups(weights.cols);
+        let Columns { stride, offset, .. } = *out;
+        Ok(Self { op, rows: weights.rows, cols: weights.cols, groups, tokens, stride, offset })
+    }
+
+    /// Records it for the first `tokens` tokens.
+    ///
+    /// # Panics
+    /// If there is no room for them.
+    pub fn record(&self, step: &mut Step, tokens: usize) {
+        assert!(tokens <= self.tokens, "{tokens} tokens of {}", self.tokens);
+        let words = [self.rows, self.cols, self.groups, self.stride, self.offset];
+        let grid = [self.rows.div_ceil(ROWS) as u32, tokens as u32, 1];
+        step.run(&self.op, &words.map(|word| word as u32), grid);
+    }
+}

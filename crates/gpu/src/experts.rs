@@ -1,0 +1,579 @@
+//! The experts of a layer, all in one dispatch: where they lie, the list of what is to be computed, and the
+//! products.
+//!
+//! `hidden = quantise(swiglu(gate x, up x))` ([`GateUp`]), `y = down hidden` ([`Down`]). If gate and up are
+//! coded alike and down is coded, the first is one kernel; otherwise three, over f32 planes.
+
+use smoe_format::expert_file::{LayerTable, TensorEntry};
+use smoe_format::tile::ROWS;
+use smoe_format::{Encoding, Uniform};
+
+use crate::coded::{CodedOp, Cut, Tuning, pass_of, passes};
+use crate::float::FloatCut;
+use crate::quantise::{GRID, QUANTISE, Repeated, assert_plane, source};
+use crate::{Access, CodedPlane, Gpu, GpuError, Op, Shader, Slice, Step};
+
+const LIST: &str = include_str!("wgsl/experts.wgsl");
+const PRODUCT: &str = include_str!("wgsl/experts_product.wgsl");
+const GLU: &str = include_str!("wgsl/experts_glu.wgsl");
+/// Threads of a workgroup of what is no product.
+const THREADS: u32 = 256;
+/// Most pairs of an entry.
+const PAIRS: usize = 8;
+/// Experts of a dispatch that the cut of their products reckons with: a single token's.
+const TIMES: usize = 8;
+
+/// How the experts of a layer lie in slots.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ExpertLayout {
+    /// Gate, up, down, at their offsets in a slot.
+    tensors: [TensorEntry; 3],
+    slot_bytes: u64,
+    n_experts: usize,
+}
+
+impl ExpertLayout {
+    /// Records of `table`, one in each `slot_bytes`.
+    ///
+    /// # Panics
+    /// If a record does not fit, a slot is not a multiple of 64 bytes, or the tensors are no FFN.
+    #[must_use]
+    pub fn new(table: &LayerTable, slot_bytes: u64) -> Self {
+        let [gate, up, down] = table.tensors;
+        assert!(
+            slot_bytes >= table.used_bytes() as u64 && slot_bytes.is_multiple_of(64),
+            "slots of {slot_bytes} bytes for {}",
+            table.used_bytes()
+        );
+        assert!(
+            (gate.rows, gate.cols) == (up.rows, up.cols)
+                && (down.rows, down.cols) == (gate.cols, gate.rows)
+                && gate.rows > 0
+                && gate.cols > 0,
+            "an FFN of {gate:?}, {up:?}, {down:?}"
+        );
+        Self { tensors: table.tensors, slot_bytes, n_experts: table.n_experts as usize }
+    }
+
+    /// Width of the model.
+    #[must_use]
+    pub const fn d_model(&self) -> usize {
+        self.tensors[0].cols
+    }
+
+    /// Width of an expert.
+    #[must_use]
+    pub const fn d_expert(&self) -> usize {
+        self.tensors[0].rows
+    }
+
+    /// The encoding of the codes of gate (0), up (1) or down (2).
+    fn uniform(&self, projection: usize) -> Option<Uniform> {
+        match self.tensors[projection].encoding {
+            Encoding::Uniform(uniform) => Some(uniform),
+            _ => None,
+        }
+    }
+
+    /// If one kernel computes gate and up: their encoding, and down's.
+    fn fused(&self) -> Option<(Uniform, Uniform)> {
+        let [gate, up, down] = [0, 1, 2].map(|i| self.uniform(i));
+        (gate == up).then_some(gate?).zip(down)
+    }
+
+    /// A position in a slot, in pieces of 16 bytes.
+    fn piece(bytes: u64) -> u32 {
+        (bytes / 16) as u32
+    }
+
+    /// Most entries of the list of so many pairs: each expert may have one that is not full.
+    fn entries(&self, pairs: usize) -> usize {
+        pairs.min(self.n_experts + pairs / PAIRS)
+    }
+
+    /// Asserts that 32 bits address `slots` in pieces.
+    fn assert_slots(&self, slots: &Slice) {
+        assert!(
+            slots.len() >= self.slot_bytes && slots.len() / 16 < 1 << 32,
+            "{} bytes of slots",
+            slots.len()
+        );
+    }
+}
+
+/// What is to be computed: entries of an expert and up to eight pairs, and the pairs by entry.
+///
+/// `entries` is words: the number n of entries, three that are not read here, and from word 4 on four words an
+/// entry: slot ([`Self::ABSENT`] if the expert is not here: skipped), first, count (1 to 8), expert. `pairs` is
+/// words: the pair `token * top_k + j` at each place; an entry's places are `first .. first + count`. A token
+/// is at most once in an entry.
+#[derive(Clone, Debug)]
+pub struct WorkList {
+    /// Number and entries.
+    pub entries: Slice,
+    /// Pairs by place.
+    pub pairs: Slice,
+    /// Tokens that there is room for.
+    pub tokens: usize,
+    /// Experts of a token.
+    pub top_k: usize,
+}
+
+impl WorkList {
+    /// The slot of an expert that is not here.
+    pub const ABSENT: u32 = u32::MAX;
+
+    /// Room for `tokens` tokens, of `top_k` of the layout's experts each.
+    ///
+    /// # Errors
+    /// If the device has no room.
+    ///
+    /// # Panics
+    /// If `top_k` is 0.
+    pub fn new(gpu: &Gpu, layout: &ExpertLayout, tokens: usize, top_k: usize) -> Result<Self, GpuError> {
+        assert!(top_k > 0, "no experts");
+        let pairs = tokens * top_k;
+        Ok(Self {
+            entries: gpu.buffer("work list of experts", (16 + 16 * layout.entries(pairs)) as u64)?,
+            pairs: gpu.buffer("pairs of experts", (4 * pairs) as u64)?,
+            tokens,
+            top_k,
+        })
+    }
+
+    /// Most pairs.
+    #[must_use]
+    pub const fn most_pairs(&self) -> usize {
+        self.tokens * self.top_k
+    }
+
+    /// Writes a list from the host: (slot, expert, its pairs), an expert with more than eight pairs in several
+    /// entries.
+    ///
+    /// # Panics
+    /// If there are more pairs or entries than there is room for.
+    pub fn write(&self, gpu: &Gpu, experts: &[(u32, u32, &[u32])]) {
+        let (mut entries, mut places) = (vec![0; 4], Vec::new());
+        for &(slot, expert, pairs) in experts {
+            for pairs in pairs.chunks(PAIRS) {
+                entries.extend([slot, places.len() as u32, pairs.len() as u32, expert]);
+                places.extend_from_slice(pairs);
+            }
+        }
+        entries[0] = entries.len() as u32 / 4 - 1;
+        gpu.write(&self.entries, 0, bytemuck::cast_slice(&entries));
+        gpu.write(&self.pairs, 0, bytemuck::cast_slice(&places));
+    }
+}
+
+/// A layer's input, in the forms that its experts need: int8 in every group size of coded gates and ups, f32 for
+/// float ones.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct ExpertInput<'a> {
+    /// `[tokens, d_model]` as codes.
+    pub coded: &'a [&'a CodedPlane],
+    /// `[tokens, d_model]` as f32.
+    pub float: Option<&'a Slice>,
+}
+
+/// The hidden values by place in the work list, in the form that down needs.
+#[derive(Clone, Debug)]
+pub enum Hidden {
+    /// int8 in down's groups.
+    Coded(CodedPlane),
+    /// `[pairs, d_expert]` f32.
+    Float(Slice),
+}
+
+impl Hidden {
+    /// Room for `pairs` pairs.
+    ///
+    /// # Errors
+    /// If the device has no room.
+    pub fn new(gpu: &Gpu, layout: &ExpertLayout, pairs: usize) -> Result<Self, GpuError> {
+        match layout.uniform(2) {
+            Some(down) => CodedPlane::new(gpu, pairs, layout.d_expert(), down.group()).map(Self::Coded),
+            None => {
+                let bytes = (4 * pairs * layout.d_expert()) as u64;
+                gpu.buffer("hidden values of experts", bytes).map(Self::Float)
+            }
+        }
+    }
+}
+
+/// The operand of a projection.
+#[derive(Clone, Copy)]
+enum X<'a> {
+    Coded(&'a CodedPlane),
+    Float(&'a Slice),
+}
+
+/// Whose rows are whose.
+#[derive(Clone, Copy)]
+enum Rows {
+    /// x by the pairs' tokens, the output by place.
+    Tokens,
+    /// x by place, the output by pair.
+    Places,
+}
+
+/// One projection of the experts of a list.
+#[derive(Clone, Debug)]
+enum Projection {
+    Coded { passes: Vec<CodedOp>, words: [u32; 5], rows: usize },
+    Float { passes: Vec<Op>, cut: FloatCut, words: [u32; 4], rows: usize },
+}
+
+impl Projection {
+    fn new(
+        gpu: &Gpu,
+        layout: &ExpertLayout,
+        projection: usize,
+        slots: &Slice,
+        list: &WorkList,
+        x: X<'_>,
+        rows: Rows,
+        out: &Slice,
+        tuning: Option<Tuning>,
+    ) -> Result<Self, GpuError> {
+        let name = ["experts' gate", "experts' up", "experts' down"][projection];
+        let tensor = layout.tensors[projection];
+        let (at, slot) = (tensor.offset as u64, layout.slot_bytes);
+        let top_k = if matches!(rows, Rows::Tokens) { list.top_k as u32 } else { 0 };
+        let by_pair = ("BY_PAIR", u32::from(matches!(rows, Rows::Places)));
+        let accesses = [Access::Read, Access::Read, Access::Write];
+        assert_plane(out, list.most_pairs(), tensor.rows);
+        let words = [tensor.rows as u32, 0, 0, ExpertLayout::piece(at), ExpertLayout::piece(slot)];
+        match (tensor.encoding, x) {
+            (Encoding::Uniform(uniform), X::Coded(x)) => {
+                let groups = uniform.groups(tensor.cols);
+                let extra = [("LIST", 3), ("OUT", 5), ("TOP_K", top_k), by_pair];
+                let parts = [LIST, PRODUCT, include_str!("wgsl/experts_coded.wgsl")];
+                let buffers = [slots, &x.codes, &x.cells, &list.entries, &list.pairs, out];
+                let shape = (tensor.rows, tensor.cols);
+                let passes = passes(list.tokens)
+                    .map(|pass| {
+                        let cut = Cut::new(uniform, pass, tuning.unwrap_or(Tuning::of(groups, pass)));
+                        CodedOp::new(
+                            gpu, name, uniform, cut, shape, TIMES, &extra, &parts, &accesses, &buffers,
+                        )
+                    })
+                    .collect::<Result<_, _>>()?;
+                let words = [words[0], groups as u32, 0, words[3], words[4]];
+                Ok(Self::Coded { passes, words, rows: tensor.rows })
+            }
+            (Encoding::F32 | Encoding::F16 | Encoding::Bf16, X::Float(x)) => {
+                let cut = FloatCut::new(tensor.rows * TIMES);
+                let extra = [("LIST", 2), ("OUT", 4), ("TOP_K", top_k), by_pair];
+                let parts = [LIST, PRODUCT, include_str!("wgsl/experts_float.wgsl")];
+                let buffers = [slots, x, &list.entries, &list.pairs, out];
+                let matrix = (tensor.encoding, tensor.cols);
+                let passes = passes(list.tokens)
+                    .map(|pass| cut.op(gpu, name, matrix, pass, &extra, &parts, &accesses, &buffers))
+                    .collect::<Result<_, _>>()?;
+                let words = [words[0], tensor.cols as u32, words[3], words[4]];
+                Ok(Self::Float { passes, cut, words, rows: tensor.rows })
+            }
+            (encoding, _) => panic!("{name} is {encoding}, its operand is not"),
+        }
+    }
+
+    fn record(&self, step: &mut Step, tokens: usize, entries: u32) {
+        let pass = pass_of(tokens);
+        match self {
+            Self::Coded { passes, words, rows } => {
+                let CodedOp { op, blocks } = &passes[pass];
+                let words = [words[0], words[1], *blocks, words[3], words[4]];
+                step.run(op, &words, [(rows.div_ceil(ROWS) as u32).div_ceil(*blocks), entries, 1]);
+            }
+            Self::Float { passes, cut, words, rows } => {
+                step.run(&passes[pass], words, [cut.grid(*rows), entries, 1]);
+            }
+        }
+    }
+}
+
+/// Most entries, asserting that the grid has room for them.
+fn most_entries(layout: &ExpertLayout, list: &WorkList, tokens: usize) -> u32 {
+    assert!(tokens <= list.tokens, "{tokens} tokens of {}", list.tokens);
+    layout.entries(tokens * list.top_k) as u32
+}
+
+/// `hidden[place] = swiglu(gate x, up x)` of each place of a work list, quantised if down is coded.
+///
+/// With coded gates and ups, the bits are those of the CPU's `expert_ffn` (as far as its
+/// products and its quantising have them: see [`CodedMatmul`](crate::CodedMatmul) and
+/// [`Quantise`](crate::Quantise)); float ones differ in the last bits. They depend neither on other pairs nor on
+/// how many there are. Places of absent experts are left as they are, or undefined.
+#[derive(Clone, Debug)]
+pub struct GateUp {
+    layout: ExpertLayout,
+    list: WorkList,
+    how: How,
+}
+
+#[derive(Clone, Debug)]
+enum How {
+    Fused { passes: Vec<Op>, words: [u32; 6], parts: u32 },
+    Apart { gate: Projection, up: Projection, hidden: Op, words: [u32; 2], parts: u32 },
+}
+
+impl GateUp {
+    /// Over the records in `slots`, a run of whole slots: `x` is the layer's input, of `list.tokens` tokens.
+    ///
+    /// # Errors
+    /// If the device refuses a kernel, or has no room for planes that two projections of unlike encodings need.
+    ///
+    /// # Panics
+    /// If `x` lacks a form that gate or up needs, or a plane is too short.
+    pub fn new(
+        gpu: &Gpu,
+        layout: &ExpertLayout,
+        slots: &Slice,
+        list: &WorkList,
+        x: &ExpertInput<'_>,
+        hidden: &Hidden,
+    ) -> Result<Self, GpuError> {
+        Self::tuned(gpu, layout, slots, list, x, hidden, None)
+    }
+
+    /// The same, cut as said: for measurements.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    ///
+    /// # Panics
+    /// As there, and if `tuning` is not one of those that its fields name.
+    pub fn tuned(
+        gpu: &Gpu,
+        layout: &ExpertLayout,
+        slots: &Slice,
+        list: &WorkList,
+        x: &ExpertInput<'_>,
+        hidden: &Hidden,
+        tuning: Option<Tuning>,
+    ) -> Result<Self, GpuError> {
+        layout.assert_slots(slots);
+        assert!(list.most_pairs() <= GRID, "{} pairs", list.most_pairs());
+        let how = match layout.fused() {
+            Some(uniforms) => Self::fused(gpu, layout, slots, list, x, hidden, uniforms, tuning)?,
+            None => Self::apart(gpu, layout, slots, list, x, hidden, tuning)?,
+        };
+        Ok(Self { layout: layout.clone(), list: list.clone(), how })
+    }
+
+    fn fused(
+        gpu: &Gpu,
+        layout: &ExpertLayout,
+        slots: &Slice,
+        list: &WorkList,
+        x: &ExpertInput<'_>,
+        hidden: &Hidden,
+        (uniform, down): (Uniform, Uniform),
+        tuning: Option<Tuning>,
+    ) -> Result<How, GpuError> {
+        let x = coded_operand(layout, 0, x, list.tokens);
+        let hidden = coded_hidden(layout, down, hidden, list.most_pairs());
+        let groups = uniform.groups(layout.d_model());
+        // Blocks of gate, and of up, that are whole groups of hidden values.
+        let part = down.group().div_ceil(ROWS) as u32;
+        let bindings = [[Access::Read; 5].as_slice(), &[Access::Write; 2]].concat();
+        let passes = passes(list.tokens)
+            .map(|pass| {
+                let tuning = tuning.unwrap_or(Tuning::of(2 * part as usize * groups, pass));
+                let cut = Cut::new(uniform, pass, tuning);
+                assert!(cut.slots >= 2 * part, "{cut:?} for {part} blocks");
+                let (mut constants, core) = cut.core(uniform, 2 * part, Repeated::on(gpu)?);
+                constants.extend([
+                    ("GROUP", down.group() as u32),
+                    ("PART", part),
+                    ("TOP_K", list.top_k as u32),
+                    ("LIST", 3),
+                ]);
+                let parts = [QUANTISE, &core, LIST, GLU, include_str!("wgsl/experts_gate_up.wgsl")];
+                let kernel = gpu.kernel(&Shader {
+                    name: "experts' gate and up",
+                    source: source(gpu, &constants, &parts)?.into(),
+                    bindings: &bindings,
+                })?;
+                let (codes, cells) = (&hidden.codes, &hidden.cells);
+                gpu.bind(&kernel, &[slots, &x.codes, &x.cells, &list.entries, &list.pairs, codes, cells])
+            })
+            .collect::<Result<_, _>>()?;
+        let [gate, up, _] = layout.tensors.map(|tensor| ExpertLayout::piece(tensor.offset as u64));
+        let slot = ExpertLayout::piece(layout.slot_bytes);
+        let rows = layout.d_expert() as u32;
+        let words = [rows, groups as u32, gate, up, slot, hidden.groups() as u32];
+        Ok(How::Fused { passes, words, parts: rows.div_ceil(ROWS as u32 * part) })
+    }
+
+    fn apart(
+        gpu: &Gpu,
+        layout: &ExpertLayout,
+        slots: &Slice,
+        list: &WorkList,
+        x: &ExpertInput<'_>,
+        hidden: &Hidden,
+        tuning: Option<Tuning>,
+    ) -> Result<How, GpuError> {
+        let (cols, pairs) = (layout.d_expert(), list.most_pairs());
+        let plane = |what| gpu.buffer(what, (4 * pairs * cols) as u64);
+        let (gates, ups) = (plane("gates of experts")?, plane("ups of experts")?);
+        let projection = |i: usize, out: &Slice| {
+            let x = if layout.uniform(i).is_some() {
+                X::Coded(coded_operand(layout, i, x, list.tokens))
+            } else {
+                let Some(x) = x.float else { panic!("no f32 activations for {:?}", layout.tensors[i]) };
+                assert_plane(x, list.tokens, layout.d_model());
+                X::Float(x)
+            };
+            Projection::new(gpu, layout, i, slots, list, x, Rows::Tokens, out, tuning)
+        };
+        let (gate, up) = (projection(0, &gates)?, projection(1, &ups)?);
+        let (group, groups, text, outputs) = match hidden {
+            Hidden::Coded(hidden) => {
+                let Some(down) = layout.uniform(2) else { panic!("down takes floats") };
+                let hidden = coded_hidden(layout, down, &Hidden::Coded(hidden.clone()), pairs).clone();
+                let text = include_str!("wgsl/experts_hidden_coded.wgsl");
+                (hidden.group, hidden.groups(), text, vec![hidden.codes, hidden.cells])
+            }
+            Hidden::Float(hidden) => {
+                assert!(layout.uniform(2).is_none(), "down takes codes");
+                assert_plane(hidden, pairs, cols);
+                (64, 0, include_str!("wgsl/experts_hidden_float.wgsl"), vec![hidden.clone()])
+            }
+        };
+        let constants = [("GROUP", group as u32), ("THREADS", THREADS)];
+        let kernel = gpu.kernel(&Shader {
+            name: "experts' hidden values",
+            source: source(gpu, &constants, &[QUANTISE, GLU, text])?.into(),
+            bindings: &[[Access::Read; 2].as_slice(), &vec![Access::Write; outputs.len()]].concat(),
+        })?;
+        let buffers: Vec<&Slice> = [&gates, &ups].into_iter().chain(&outputs).collect();
+        let hidden = gpu.bind(&kernel, &buffers)?;
+        let lanes = if groups > 0 { 4 * groups } else { cols };
+        let parts = (lanes as u32).div_ceil(THREADS);
+        Ok(How::Apart { gate, up, hidden, words: [cols as u32, groups as u32], parts })
+    }
+
+    /// Records it for a list of `tokens` tokens.
+    ///
+    /// # Panics
+    /// If there is no room for them.
+    pub fn record(&self, step: &mut Step, tokens: usize) {
+        let entries = most_entries(&self.layout, &self.list, tokens);
+        match &self.how {
+            How::Fused { passes, words, parts } => {
+                step.run(&passes[pass_of(tokens)], words, [*parts, entries, 1]);
+            }
+            How::Apart { gate, up, hidden, words, parts } => {
+                gate.record(step, tokens, entries);
+                up.record(step, tokens, entries);
+                step.run(hidden, words, [*parts, (tokens * self.list.top_k) as u32, 1]);
+            }
+        }
+    }
+}
+
+/// The codes that a projection takes.
+fn coded_operand<'a>(
+    layout: &ExpertLayout,
+    projection: usize,
+    x: &ExpertInput<'a>,
+    tokens: usize,
+) -> &'a CodedPlane {
+    let tensor = layout.tensors[projection];
+    let suits = |plane: &&&CodedPlane| {
+        layout.uniform(projection).is_some_and(|uniform| plane.suits(uniform, tensor.cols))
+    };
+    match x.coded.iter().find(suits) {
+        Some(plane) => {
+            assert!(plane.tokens >= tokens, "{} tokens of {tokens}", plane.tokens);
+            plane
+        }
+        None => panic!("no int8 activations for {tensor:?}"),
+    }
+}
+
+/// The codes that down takes.
+fn coded_hidden<'a>(
+    layout: &ExpertLayout,
+    down: Uniform,
+    hidden: &'a Hidden,
+    pairs: usize,
+) -> &'a CodedPlane {
+    match hidden {
+        Hidden::Coded(plane) if plane.suits(down, layout.d_expert()) && plane.tokens >= pairs => plane,
+        other => panic!("{other:?} for {pairs} pairs of {down:?}"),
+    }
+}
+
+/// `y[pair] = down hidden[place]` of each place of a work list.
+///
+/// The bits of coded products are those of [`CodedMatmul`](crate::CodedMatmul), of float ones as for
+/// [`FloatMatmul`](crate::FloatMatmul). Rows of absent experts are left as they are.
+#[derive(Clone, Debug)]
+pub struct Down {
+    layout: ExpertLayout,
+    list: WorkList,
+    product: Projection,
+}
+
+impl Down {
+    /// Over the records in `slots`, a run of whole slots: `y` is `[list.most_pairs(), d_model]` f32, its rows by
+    /// pair.
+    ///
+    /// # Errors
+    /// If the device refuses a kernel.
+    ///
+    /// # Panics
+    /// If `hidden` is not what down takes, or a plane is too short.
+    pub fn new(
+        gpu: &Gpu,
+        layout: &ExpertLayout,
+        slots: &Slice,
+        list: &WorkList,
+        hidden: &Hidden,
+        y: &Slice,
+    ) -> Result<Self, GpuError> {
+        Self::tuned(gpu, layout, slots, list, hidden, y, None)
+    }
+
+    /// The same, cut as said: for measurements.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    ///
+    /// # Panics
+    /// As there, and if `tuning` is not one of those that its fields name.
+    pub fn tuned(
+        gpu: &Gpu,
+        layout: &ExpertLayout,
+        slots: &Slice,
+        list: &WorkList,
+        hidden: &Hidden,
+        y: &Slice,
+        tuning: Option<Tuning>,
+    ) -> Result<Self, GpuError> {
+        layout.assert_slots(slots);
+        assert!(list.most_pairs() <= GRID, "{} pairs", list.most_pairs());
+        let x = match (layout.uniform(2), hidden) {
+            (Some(down), hidden) => X::Coded(coded_hidden(layout, down, hidden, list.most_pairs())),
+            (None, Hidden::Float(hidden)) => {
+                assert_plane(hidden, list.most_pairs(), layout.d_expert());
+                X::Float(hidden)
+            }
+            (None, Hidden::Coded(_)) => panic!("down takes floats"),
+        };
+        let product = Projection::new(gpu, layout, 2, slots, list, x, Rows::Places, y, tuning)?;
+        Ok(Self { layout: layout.clone(), list: list.clone(), product })
+    }
+
+    /// Records it for a list of `tokens` tokens.
+    ///
+    /// # Panics
+    /// If there is no room for them.
+    pub fn record(&self, step: &mut Step, tokens: usize) {
+        self.product.record(step, tokens, most_entries(&self.layout, &self.list, tokens));
+    }
+}

@@ -1,0 +1,142 @@
+//! Products of float weights.
+
+use smoe_format::Encoding;
+
+use crate::coded::{PASSES, pass_of, passes};
+use crate::quantise::{GRID, Repeated, assert_plane, text};
+use crate::{Access, Columns, Gpu, GpuError, Op, Shader, Slice, Step, Weights};
+
+/// Threads of a workgroup.
+const THREADS: u32 = 256;
+/// Rows below which whole workgroups share one: there are too few to fill a device otherwise.
+const FEW_ROWS: usize = 1024;
+
+/// How a float product is cut: lanes that share rows, and rows that they share.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct FloatCut {
+    lanes: u32,
+    rows: u32,
+}
+
+impl FloatCut {
+    /// For `rows` rows in all of a dispatch's products. It decides the order of sums, so tokens do not matter.
+    pub(crate) const fn new(rows: usize) -> Self {
+        if rows < FEW_ROWS { Self { lanes: 256, rows: 1 } } else { Self { lanes: 32, rows: 4 } }
+    }
+
+    /// Workgroups for so many rows.
+    pub(crate) fn grid(self, rows: usize) -> u32 {
+        (rows as u32).div_ceil(THREADS / self.lanes * self.rows)
+    }
+
+    /// One of a float product's kernels: `parts` and `bindings` follow the core and its two bindings.
+    pub(crate) fn op(
+        self,
+        gpu: &Gpu,
+        name: &str,
+        matrix: (Encoding, usize),
+        pass: u32,
+        extra: &[(&str, u32)],
+        parts: &[&str],
+        accesses: &[Access],
+        buffers: &[&Slice],
+    ) -> Result<Op, GpuError> {
+        let (encoding, cols) = matrix;
+        let kind = match encoding {
+            Encoding::F32 => 0,
+            Encoding::F16 => 1,
+            Encoding::Bf16 => 2,
+            Encoding::Uniform(_) => panic!("{encoding} weights are not floats"),
+        };
+        let mut constants = vec![
+            ("KIND", kind),
+            ("TOKENS", pass),
+            ("THREADS", THREADS),
+            ("LANES", self.lanes),
+            ("ROWS", self.rows),
+        ];
+        constants.extend_from_slice(extra);
+        let rows = if cols.is_multiple_of(8) {
+            include_str!("wgsl/float_wide.wgsl")
+        } else {
+            include_str!("wgsl/float_odd.wgsl")
+        };
+        let sums = "sums: ptr<function, Sums>";
+        let add =
+            format!("add_tokens(job: ptr<function, Job>, {sums}, w: ptr<function, Weights>, eight: u32)");
+        let repeated = Repeated::on(gpu)?;
+        let lists = [
+            repeated.tokens(&add, pass, |t| format!("add_token(job, sums, w, eight, {t});")),
+            repeated.calls(&format!("join_tokens({sums}, lane: u32)"), pass, |t| {
+                format!("join_token(sums, lane, {t});")
+            }),
+        ]
+        .concat();
+        let mut texts = vec![include_str!("wgsl/float.wgsl"), rows, &lists];
+        texts.extend_from_slice(parts);
+        let mut all = vec![Access::Read; 2];
+        all.extend_from_slice(accesses);
+        let source = text(&constants, &texts).into();
+        let kernel = gpu.kernel(&Shader { name, source, bindings: &all })?;
+        gpu.bind(&kernel, buffers)
+    }
+}
+
+/// `out[t, offset + r] = sum over k of W[r, k] * x[t, k]` for f32, f16 or bf16 weights and f32 activations.
+///
+/// Weights are widened to f32. The order of a sum depends on the matrix's shape only, not on the number of
+/// tokens; it is not the CPU's, so results differ from `Kernels::float_matmul` in the last bits.
+#[derive(Clone, Debug)]
+pub struct FloatMatmul {
+    passes: Vec<Op>,
+    cut: FloatCut,
+    rows: usize,
+    cols: usize,
+    tokens: usize,
+    stride: usize,
+    offset: usize,
+}
+
+impl FloatMatmul {
+    /// Multiplies `weights` by up to `tokens` tokens of `x`, `[tokens, cols]`.
+    ///
+    /// # Errors
+    /// If the device refuses a kernel.
+    ///
+    /// # Panics
+    /// If the weights are codes, `x` is too short, or the output has no room.
+    pub fn new(
+        gpu: &Gpu,
+        weights: &Weights,
+        x: &Slice,
+        tokens: usize,
+        out: &Columns,
+    ) -> Result<Self, GpuError> {
+        let (rows, cols) = (weights.rows(), weights.cols());
+        assert_plane(x, tokens, cols);
+        out.assert_room(tokens, rows);
+        let cut = FloatCut::new(rows);
+        assert!(cut.grid(rows) as usize <= GRID, "the grid");
+        let passes = passes(tokens)
+            .map(|pass| {
+                let parts = [include_str!("wgsl/float_matmul.wgsl")];
+                let buffers = [weights.slice(), x, &out.plane];
+                let matrix = (weights.encoding(), cols);
+                cut.op(gpu, "float product", matrix, pass, &[], &parts, &[Access::Write], &buffers)
+            })
+            .collect::<Result<_, _>>()?;
+        Ok(Self { passes, cut, rows, cols, tokens, stride: out.stride, offset: out.offset })
+    }
+
+    /// Records it for the first `tokens` tokens.
+    ///
+    /// # Panics
+    /// If there is no room for them.
+    pub fn record(&self, step: &mut Step, tokens: usize) {
+        assert!(tokens <= self.tokens, "{tokens} tokens of {}", self.tokens);
+        let pass = pass_of(tokens);
+        let words = [self.rows, self.cols, tokens, self.stride, self.offset];
+        let grid = [self.cut.grid(self.rows), (tokens as u32).div_ceil(PASSES[pass]), 1];
+        step.run(&self.passes[pass], &words.map(|word| word as u32), grid);
+    }
+}

@@ -1,0 +1,42 @@
+//! The GPU: devices, buffers, shaders, and one checked launcher per kernel, over `wgpu` (Vulkan, Metal).
+//!
+//! One WGSL source per kernel serves every device: subgroup operations of whatever width the device has,
+//! weights in the vault's own tiles, int8 activations and integer dot products, as on the CPU. Integer sums
+//! are exact; float sums follow an order of their own, fixed per kernel: results repeat from run to run on a
+//! device and do not depend on how many tokens share a call, but differ from the CPU's in the last bits.
+//!
+//! A launcher is made once, over the buffers that it works on ([`Op`]), and recorded into a [`Step`] as often
+//! as needed; nothing runs until the step is submitted. This crate knows neither the order of a model's
+//! layers nor where experts come from.
+
+mod attention;
+mod coded;
+mod device;
+mod error;
+mod experts;
+mod float;
+mod import;
+mod memory;
+mod norm;
+mod plane;
+mod quantise;
+mod rope;
+mod route;
+mod shader;
+mod step;
+
+pub use attention::{Attention, AttentionHeads, AttentionOutputs, AttentionScratch};
+pub use coded::{CodedMatmul, Columns, ExactMatmul, Tuning, Weights};
+pub use device::{DeviceFacts, DeviceKind, Gpu, Software, devices};
+pub use error::GpuError;
+pub use experts::{Down, ExpertInput, ExpertLayout, GateUp, Hidden, WorkList};
+pub use float::FloatMatmul;
+pub use import::{Keep, Segments};
+pub use memory::{Arena, Slice};
+pub use norm::{Delta, Embed, MixNorm, NormOutputs, Shared};
+pub use plane::CodedPlane;
+pub use quantise::Quantise;
+pub use rope::{Angles, KV_BLOCK, KvFormat, KvLayout, Projections, QkNorm, RopeAppend, RopePairs, Rows};
+pub use route::{Argmax, Route, RouteInputs, RouteOutputs};
+pub use shader::{Access, Kernel, Op, Shader};
+pub use step::{Readback, Step, Submitted};

@@ -1,0 +1,235 @@
+//! Choosing: experts by router logits ([`Route`]), tokens by logits ([`Argmax`]).
+
+use smoe_format::spec::{GroupScore, MoeSpec, RouterKind};
+
+use crate::norm::{Draft, demand};
+use crate::shader::{Access, Op};
+use crate::{Gpu, GpuError, Slice, Step, WorkList};
+
+const ROUTE: &str = include_str!("wgsl/route.wgsl");
+const LIST: &str = include_str!("wgsl/route_list.wgsl");
+const GROUP: &str = include_str!("wgsl/route_group.wgsl");
+const ARGMAX: &str = include_str!("wgsl/route_argmax.wgsl");
+
+/// Scores that a workgroup keeps.
+const ROOM: usize = 1024;
+/// Tokens of a workgroup at most, and pairs of an entry of the work list.
+const FEW: usize = 8;
+/// What [`Route`] reads.
+#[derive(Clone, Copy, Debug)]
+pub struct RouteInputs<'a> {
+    /// Router logits, `[tokens, n_experts]`.
+    pub logits: &'a Slice,
+    /// Added to the logits, `[n_experts]`.
+    pub bias: Option<&'a Slice>,
+    /// Added to the scores when experts are ranked, `[n_experts]`.
+    pub correction: Option<&'a Slice>,
+    /// Where each expert lies, `[n_experts]` u32; [`WorkList::ABSENT`] if it is not there.
+    pub slots: &'a Slice,
+}
+
+/// What [`Route`] writes.
+#[derive(Clone, Copy, Debug)]
+pub struct RouteOutputs<'a> {
+    /// `[tokens, top_k]` u32, ascending per token. Pair `token * top_k + j` is the token's j-th expert.
+    pub ids: &'a Slice,
+    /// `[tokens, top_k]` f32, of those experts.
+    pub weights: &'a Slice,
+    /// Entries, experts ascending, and pairs by expert, ascending within one. Word 1 of the entries becomes the
+    /// number of those whose expert is not there, word 2 that of experts.
+    pub list: &'a WorkList,
+}
+
+/// From router logits to the work list of the experts' kernels.
+///
+/// Scores are the softmax or the sigmoids of the logits; the `top_k` largest (after correction, within the best
+/// groups) are chosen, the lower id at ties; their scores, divided by their sum in the order of the ranking if the
+/// family does so, and scaled, are the weights. Scores, ids and weights are
+/// the CPU's, bit for bit, but for scores below 1.2e-38, which may count as 0. A token whose logits are not all
+/// numbers has NaN for its weights.
+///
+/// One dispatch for a few tokens (8 of up to 128 experts), two for more.
+#[derive(Clone, Debug)]
+pub struct Route {
+    /// All in one, for up to `few` tokens.
+    whole: Op,
+    choose: Op,
+    group: Op,
+    few: usize,
+    tokens: usize,
+    n_experts: usize,
+    scale: f32,
+}
+
+impl Route {
+    /// For up to `tokens` tokens of a model.
+    ///
+    /// # Errors
+    /// If the device refuses.
+    ///
+    /// # Panics
+    /// If a buffer is too short, there are more than 1024 experts, or more than 32 per token, or `moe` does not
+    /// hold together.
+    pub fn new(
+        gpu: &Gpu,
+        tokens: usize,
+        moe: &MoeSpec,
+        inputs: RouteInputs<'_>,
+        outputs: RouteOutputs<'_>,
+    ) -> Result<Self, GpuError> {
+        let MoeSpec { n_experts, top_k, .. } = *moe;
+        let RouteInputs { logits, bias, correction, slots } = inputs;
+        let RouteOutputs { ids, weights, list } = outputs;
+        let (work, pairs) = (&list.entries, &list.pairs);
+        let n = tokens * top_k;
+        assert!((1..=ROOM).contains(&n_experts), "{n_experts} experts");
+        assert!((1..=n_experts.min(32)).contains(&top_k), "{top_k} of {n_experts} experts");
+        let (groups, top_groups, score) =
+            moe.groups.map_or((1, 1, GroupScore::Best), |g| (g.n, g.top, g.score));
+        assert!(n_experts.is_multiple_of(groups), "{groups} groups of {n_experts} experts");
+        assert!(
+            (1..=groups).contains(&top_groups) && top_k <= n_experts / groups * top_groups,
+            "{top_k} experts in {top_groups} groups"
+        );
+        demand(logits, tokens * n_experts, "router logits");
+        bias.iter().for_each(|bias| demand(bias, n_experts, "bias of a router"));
+        correction.iter().for_each(|bias| demand(bias, n_experts, "correction of scores"));
+        demand(slots, n_experts, "slots of experts");
+        demand(ids, n, "ids of experts");
+        demand(weights, n, "routing weights");
+        assert!(list.tokens >= tokens && list.top_k == top_k, "a work list of other tokens");
+        demand(pairs, n, "pairs");
+        demand(work, 4 + 4 * n.min(n_experts + n / FEW), "a work list");
+
+        let few = (ROOM / n_experts).clamp(1, FEW);
+        let choose = |listed: bool| {
+            let mut draft = Draft::default()
+                .constant("EXPERTS", n_experts)
+                .constant("TOP_K", top_k)
+                .constant("TOKENS", few)
+                .constant("GROUPS", groups)
+                .constant("TOP_GROUPS", top_groups)
+                .flag("SIGMOID", moe.router == RouterKind::Sigmoid)
+                .flag("NORM", moe.norm_topk)
+                .flag("BEST_TWO", score == GroupScore::BestTwo)
+                .flag("LISTED", listed)
+                .float(64)
+                .text(ROUTE)
+                .buffer("logits", "f32", Access::Read, logits)
+                .buffer("ids", "u32", Access::Write, ids)
+                .buffer("weights", "f32", Access::Write, weights);
+            draft = match bias {
+                Some(bias) => draft
+                    .buffer("bias", "f32", Access::Read, bias)
+                    .text("fn bias_of(expert: u32) -> f32 { return bias[expert]; }\n"),
+                None => draft.text("fn bias_of(expert: u32) -> f32 { return 0.0; }\n"),
+            };
+            draft = match correction {
+                Some(correction) => draft
+                    .buffer("correction", "f32", Access::Read, correction)
+                    .text("fn correction_of(expert: u32) -> f32 { return correction[expert]; }\n"),
+                None => draft.text("fn correction_of(expert: u32) -> f32 { return 0.0; }\n"),
+            };
+            if listed {
+                return draft
+                    .buffer("slots", "u32", Access::Read, slots)
+                    .buffer("work", "u32", Access::Write, work)
+                    .buffer("pairs", "u32", Access::Write, pairs)
+                    .text(LIST)
+                    .op(gpu, "route: few");
+            }
+            draft.text("fn list(n: u32, lane: u32) {}\n").op(gpu, "route")
+        };
+        let group = Draft::default()
+            .constant("EXPERTS", n_experts)
+            .constant("TOP_K", top_k)
+            .text(GROUP)
+            .buffer("ids", "u32", Access::Read, ids)
+            .buffer("slots", "u32", Access::Read, slots)
+            .buffer("work", "u32", Access::Write, work)
+            .buffer("pairs", "u32", Access::Write, pairs)
+            .op(gpu, "route: group")?;
+        let scale = moe.routed_scale as f32;
+        Ok(Self { whole: choose(true)?, choose: choose(false)?, group, few, tokens, n_experts, scale })
+    }
+
+    /// Records it for the first `tokens` tokens.
+    ///
+    /// # Panics
+    /// If there are more than it was made for.
+    pub fn record(&self, step: &mut Step, tokens: usize) {
+        assert!(tokens <= self.tokens, "{tokens} tokens of {}", self.tokens);
+        let words = [tokens as u32, self.scale.to_bits()];
+        if tokens <= self.few {
+            step.run(&self.whole, &words, [tokens.min(1) as u32, 1, 1]);
+            return;
+        }
+        step.run(&self.choose, &words, [tokens.div_ceil(self.few) as u32, 1, 1]);
+        step.run(&self.group, &words[..1], [self.n_experts as u32, 1, 1]);
+    }
+}
+
+/// Workgroups that share a token's logits.
+const PARTS: usize = 64;
+
+/// The id of each token's largest logit, the lowest of several; `0xffffffff` if one of them is not a number.
+#[derive(Clone, Debug)]
+pub struct Argmax {
+    parts: Op,
+    last: Op,
+    tokens: usize,
+    vocab: usize,
+}
+
+impl Argmax {
+    /// Of `logits`, `[tokens, vocab]`, into `ids`, `[tokens]` u32.
+    ///
+    /// # Errors
+    /// If the device refuses.
+    ///
+    /// # Panics
+    /// If a buffer is too short, or there are no logits.
+    pub fn new(
+        gpu: &Gpu,
+        tokens: usize,
+        vocab: usize,
+        logits: &Slice,
+        ids: &Slice,
+    ) -> Result<Self, GpuError> {
+        assert!(vocab > 0, "no logits");
+        demand(logits, tokens * vocab, "logits");
+        demand(ids, tokens, "ids of tokens");
+        let found = gpu.buffer("largest logits", (tokens * PARTS * 8) as u64)?;
+        let parts = Draft::default()
+            .constant("THREADS", 256)
+            .text(ARGMAX)
+            .buffer("logits", "f32", Access::Read, logits)
+            .buffer("found", "vec2<u32>", Access::Write, &found)
+            .text("fn candidate(token: u32, i: u32) -> vec2<u32> {\n")
+            .text("return vec2(key_of(logits[token * p.count + i]), i);\n}\n")
+            .text("fn emit(token: u32, part: u32, best: vec2<u32>) {\n")
+            .text("found[token * p.parts + part] = best;\n}\n")
+            .op(gpu, "argmax")?;
+        let last = Draft::default()
+            .constant("THREADS", PARTS)
+            .text(ARGMAX)
+            .buffer("found", "vec2<u32>", Access::Read, &found)
+            .buffer("ids", "u32", Access::Write, ids)
+            .text("fn candidate(token: u32, i: u32) -> vec2<u32> { return found[token * p.count + i]; }\n")
+            .text("fn emit(token: u32, part: u32, best: vec2<u32>) {\n")
+            .text("ids[token] = select(best.y, 0xffffffffu, best.x == 0xffffffffu);\n}\n")
+            .op(gpu, "argmax: parts")?;
+        Ok(Self { parts, last, tokens, vocab })
+    }
+
+    /// Records it for the first `tokens` tokens.
+    ///
+    /// # Panics
+    /// If there are more than it was made for.
+    pub fn record(&self, step: &mut Step, tokens: usize) {
+        assert!(tokens <= self.tokens, "{tokens} tokens of {}", self.tokens);
+        let parts = PARTS as u32;
+        step.run(&self.parts, &[self.vocab as u32, parts], [parts, tokens as u32, 1]);
+        step.run(&self.last, &[parts, 1], [1, tokens as u32, 1]);
+    }
+}

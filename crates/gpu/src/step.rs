@@ -1,0 +1,232 @@
+//! Steps: kernels recorded one after the other, submitted together, and waited for.
+
+use std::time::Duration;
+
+use crate::device::IMMEDIATES;
+use crate::memory::Slice;
+use crate::shader::Op;
+use crate::{Gpu, GpuError};
+
+/// Commands on their way to the device. Each kernel sees what those before it wrote.
+pub struct Step {
+    queue: wgpu::Queue,
+    // Dropped before the encoder ends.
+    pass: Option<wgpu::ComputePass<'static>>,
+    encoder: wgpu::CommandEncoder,
+    dispatches: u32,
+    profile: Option<Profile>,
+}
+
+/// The device's clock around each kernel of a step.
+struct Profile {
+    times: wgpu::QuerySet,
+    names: Vec<String>,
+}
+
+/// Kernels of a profiled step; those after that are not timed.
+const PROFILED: u32 = 2000;
+
+impl std::fmt::Debug for Step {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Step").field("dispatches", &self.dispatches).finish_non_exhaustive()
+    }
+}
+
+/// A step that the device works on.
+#[derive(Clone, Debug)]
+pub struct Submitted(wgpu::SubmissionIndex);
+
+/// A buffer that the host can read, for results of up to its length.
+#[derive(Debug)]
+pub struct Readback {
+    buffer: wgpu::Buffer,
+}
+
+/// A device that does not answer for so long has hung.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+impl Gpu {
+    /// An empty step.
+    #[must_use]
+    pub fn step(&self) -> Step {
+        let encoder = self.device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
+        Step { queue: self.queue.clone(), pass: None, encoder, dispatches: 0, profile: None }
+    }
+
+    /// An empty step whose kernels are timed by the device's own clock; none if it cannot.
+    #[must_use]
+    pub fn profiled_step(&self) -> Option<Step> {
+        let needed = wgpu::Features::TIMESTAMP_QUERY_INSIDE_PASSES;
+        self.device.features().contains(needed).then(|| {
+            let times = self.device.create_query_set(&wgpu::QuerySetDescriptor {
+                label: None,
+                ty: wgpu::QueryType::Timestamp,
+                count: 2 * PROFILED,
+            });
+            Step { profile: Some(Profile { times, names: Vec::new() }), ..self.step() }
+        })
+    }
+
+    /// Submits a profiled step, waits for it, and tells each kernel and its nanoseconds, from its first to its last
+    /// workgroup.
+    ///
+    /// # Errors
+    /// If the device failed.
+    pub fn finish_profile(
+        &self,
+        mut step: Step,
+        tell: &mut dyn FnMut(&str, f64),
+    ) -> Result<Submitted, GpuError> {
+        let Some(profile) = step.profile.take() else { return Ok(step.submit()) };
+        step.pass = None;
+        let count = 2 * profile.names.len() as u32;
+        let bytes = u64::from(count.max(2)) * 8;
+        let resolved = self.device.create_buffer(&wgpu::BufferDescriptor {
+            label: Some("times of kernels"),
+            size: bytes,
+            usage: wgpu::BufferUsages::QUERY_RESOLVE | wgpu::BufferUsages::COPY_SRC,
+            mapped_at_creation: false,
+        });
+        let readback = self.readback(bytes)?;
+        if count > 0 {
+            step.encoder.resolve_query_set(&profile.times, 0..count, &resolved, 0);
+            step.encoder.copy_buffer_to_buffer(&resolved, 0, &readback.buffer, 0, bytes);
+        }
+        let submitted = step.submit();
+        let mut out = vec![0; bytes as usize];
+        self.read(&readback, &submitted, &mut out)?;
+        let tick = f64::from(self.queue.get_timestamp_period());
+        let times: Vec<u64> = out.as_chunks::<8>().0.iter().map(|b| u64::from_le_bytes(*b)).collect();
+        for (name, times) in profile.names.iter().zip(times.chunks_exact(2)) {
+            tell(name, times[1].wrapping_sub(times[0]) as f64 * tick);
+        }
+        Ok(submitted)
+    }
+
+    /// Waits until the device has done a step.
+    ///
+    /// # Errors
+    /// If it failed, or does not answer within a minute.
+    pub fn wait(&self, submitted: &Submitted) -> Result<(), GpuError> {
+        let index = Some(submitted.0.clone());
+        let poll = wgpu::PollType::Wait { submission_index: index, timeout: Some(PATIENCE) };
+        self.device.poll(poll).map_err(|e| self.lost(e.to_string()))?;
+        self.check()
+    }
+
+    /// A buffer for reading up to `len` bytes back.
+    ///
+    /// # Errors
+    /// If there is no room.
+    pub fn readback(&self, len: u64) -> Result<Readback, GpuError> {
+        let make = || {
+            self.device.create_buffer(&wgpu::BufferDescriptor {
+                label: Some("readback"),
+                size: len.next_multiple_of(4),
+                usage: wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST,
+                mapped_at_creation: false,
+            })
+        };
+        let buffer = self.scoped(wgpu::ErrorFilter::OutOfMemory, make).map_err(|_| {
+            GpuError::OutOfMemory { device: self.facts().to_string(), what: "results".to_owned(), bytes: len }
+        })?;
+        Ok(Readback { buffer })
+    }
+
+    /// Waits for `submitted` and hands the first `out.len()` bytes of what it copied to `readback` over.
+    ///
+    /// # Errors
+    /// If the device failed.
+    pub fn read(&self, readback: &Readback, submitted: &Submitted, out: &mut [u8]) -> Result<(), GpuError> {
+        self.check()?;
+        let range = 0..(out.len() as u64).next_multiple_of(4);
+        readback.buffer.map_async(wgpu::MapMode::Read, range.clone(), |_| {});
+        // The mapping is a callback of the wait.
+        self.wait(submitted)?;
+        {
+            let view = readback.buffer.get_mapped_range(range).map_err(|e| self.lost(e.to_string()))?;
+            out.copy_from_slice(&view[..out.len()]);
+        }
+        readback.buffer.unmap();
+        Ok(())
+    }
+
+    /// Copies a slice to the host, waiting for everything before it: for tests and rare paths.
+    ///
+    /// # Errors
+    /// If the device failed.
+    pub fn download(&self, slice: &Slice) -> Result<Vec<u8>, GpuError> {
+        let readback = self.readback(slice.len)?;
+        let mut step = self.step();
+        step.read_back(slice, &readback, 0);
+        let submitted = step.submit();
+        let mut out = vec![0; slice.len as usize];
+        self.read(&readback, &submitted, &mut out)?;
+        Ok(out)
+    }
+}
+
+impl Step {
+    /// Records a kernel over `grid` workgroups; `words` are its immediates, zeros follow. Nothing if the
+    /// grid is empty.
+    ///
+    /// # Panics
+    /// If there are too many immediates.
+    pub fn run(&mut self, op: &Op, words: &[u32], grid: [u32; 3]) {
+        let mut immediates = [0; IMMEDIATES as usize / 4];
+        assert!(words.len() < immediates.len(), "{} immediates", words.len());
+        immediates[..words.len()].copy_from_slice(words);
+        if grid.contains(&0) {
+            return;
+        }
+        let pass = self.pass.get_or_insert_with(|| {
+            let desc = wgpu::ComputePassDescriptor { label: None, timestamp_writes: None };
+            self.encoder.begin_compute_pass(&desc).forget_lifetime()
+        });
+        pass.set_pipeline(&op.kernel.pipeline);
+        pass.set_bind_group(0, &op.group, &[]);
+        pass.set_immediates(0, bytemuck::cast_slice(&immediates));
+        let at =
+            self.profile.as_mut().filter(|profile| profile.names.len() < PROFILED as usize).map(|profile| {
+                profile.names.push(op.kernel.name.clone());
+                2 * (profile.names.len() as u32 - 1)
+            });
+        if let (Some(at), Some(profile)) = (at, &self.profile) {
+            pass.write_timestamp(&profile.times, at);
+        }
+        pass.dispatch_workgroups(grid[0], grid[1], grid[2]);
+        if let (Some(at), Some(profile)) = (at, &self.profile) {
+            pass.write_timestamp(&profile.times, at + 1);
+        }
+        self.dispatches += 1;
+    }
+
+    /// Records a copy between buffers of the device, of whole words.
+    ///
+    /// # Panics
+    /// If the lengths differ.
+    pub fn copy(&mut self, from: &Slice, to: &Slice) {
+        assert_eq!(from.len, to.len, "bytes of a copy");
+        self.pass = None;
+        self.encoder.copy_buffer_to_buffer(&from.buffer, from.offset, &to.buffer, to.offset, from.len);
+    }
+
+    /// Records a copy to `offset` of what the host can read.
+    pub fn read_back(&mut self, from: &Slice, to: &Readback, offset: u64) {
+        self.pass = None;
+        self.encoder.copy_buffer_to_buffer(&from.buffer, from.offset, &to.buffer, offset, from.len);
+    }
+
+    /// Kernels recorded so far.
+    #[must_use]
+    pub const fn dispatches(&self) -> u32 {
+        self.dispatches
+    }
+
+    /// Hands everything to the device.
+    #[must_use]
+    pub fn submit(mut self) -> Submitted {
+        self.pass = None;
+        Submitted(self.queue.submit([self.encoder.finish()]))
+    }
+}

@@ -1,0 +1,264 @@
+// Attention over one split of positions, of the query heads of a few tokens that share a kv head. Workgroups:
+// (split, kv head and part of its queries, tile of tokens).
+//
+// Needs: norm_float.wgsl, attention_*.wgsl, fn fma4, const HEADS, KV_HEADS, PER_KV, QUERIES (of a workgroup), GROUPS
+// (workgroups that share a kv head's queries), TILE (tokens), HEAD_DIM, VALUE_DIM, COLUMNS (lanes side by side
+// over a value), ROW (16-byte words of a cache row), NARROW (of four values in 16 bytes), STAGE; the buffers
+// queries (vec4<f32>), keys (vec4<u32>) and values (four elements each) of the same cache, rows (vec4<u32>),
+// tables (u32), sums (vec4<f32>), stats (vec2<f32>).
+//
+// Splits begin at multiples of SPLIT, whatever the token sees, and every sum within one has an order of its own,
+// fixed per query: so what a token gets depends neither on its neighbours nor on how many there are.
+//
+//     scores    a quad of lanes for two positions; a lane takes every fourth 16 bytes of the two keys, for all
+//               queries at once
+//     weights   a lane for a position and four queries
+//     sums      a lane for four columns and every SLICES-th position, for all queries; slices are added last
+
+struct Params { first: u32, end: u32, splits: u32, scale: f32, low: u32, nothing: u32 }
+var<immediate> p: Params;
+
+const SPLIT: u32 = 128u;
+const BLOCK: u32 = 32u;
+const THREADS: u32 = 256u;
+// Queries of a token in a workgroup.
+const SHARE: u32 = QUERIES / TILE;
+const QUERY_WORDS: u32 = HEAD_DIM / 4u;
+const CHUNKS: u32 = (QUERY_WORDS + PARTS - 1u) / PARTS;
+const STEPS: u32 = (CHUNKS + 3u) / 4u;
+// The last chunks of a row are not all there.
+const RAGGED: bool = STEPS * 4u * PARTS != QUERY_WORDS;
+// Vectors of four queries.
+const VECTORS: u32 = (QUERIES + 3u) / 4u;
+const VALUE_WORDS: u32 = VALUE_DIM / 4u;
+const SLICES: u32 = THREADS / COLUMNS;
+// The weight of a position that a query does not see: -0, which no weight is.
+const UNSEEN: u32 = 0x80000000u;
+
+// First the queries; in the end what slices have summed up.
+var<workgroup> stage: array<vec4<f32>, STAGE>;
+// Scores, then weights.
+var<workgroup> scores: array<vec4<f32>, SPLIT * VECTORS>;
+var<workgroup> maxima: array<vec4<f32>, THREADS / 4u>;
+var<workgroup> totals: array<vec4<f32>, THREADS / 4u>;
+var<workgroup> blocks: array<u32, SPLIT / BLOCK>;
+
+/// First 16 bytes of the row of a position of the split.
+fn row_at(plane: u32, head: u32, position: u32) -> u32 {
+    let block = blocks[position / BLOCK];
+    return (((2u * block + plane) * KV_HEADS + head) * BLOCK + position % BLOCK) * ROW;
+}
+
+@compute @workgroup_size(THREADS)
+fn main(
+    @builtin(workgroup_id) wg: vec3<u32>,
+    @builtin(local_invocation_index) lane: u32,
+    @builtin(subgroup_size) width: u32,
+    @builtin(subgroup_invocation_id) place: u32,
+) {
+    let kv_head = wg.y / GROUPS;
+    let part = (wg.y % GROUPS) * SHARE;
+    let tile = p.first + wg.z * TILE;
+    let tokens = min(TILE, p.end - tile);
+    // Tokens of one session whose splits are the same ones are served together, others one after the other.
+    for (var begin = 0u; begin < tokens;) {
+        let lead = rows[tile + begin];
+        let base = (lead.z / SPLIT + wg.x) * SPLIT;
+        // Positions of the split: where the run's tokens begin to see, where they end, whether all see the same.
+        var start = SPLIT;
+        var end = 0u;
+        var alike = true;
+        var to = begin;
+        for (; to < tokens; to++) {
+            let row = rows[tile + to];
+            if (row.y != lead.y || row.z / SPLIT != lead.z / SPLIT) {
+                break;
+            }
+            let a = max(row.z, base) - base;
+            let b = clamp(row.x + 1u, base, base + SPLIT) - base;
+            alike = alike && (to == begin || (a == start && b == end));
+            start = min(start, a);
+            end = max(end, b);
+        }
+        if (end > start) {
+            if (lane < SPLIT / BLOCK && lane * BLOCK < end) {
+                blocks[lane] = tables[lead.y + base / BLOCK + lane];
+            }
+            for (var i = lane; i < QUERIES * QUERY_WORDS; i += THREADS) {
+                let query = i / QUERY_WORDS;
+                // Queries that are not there repeat one that is.
+                let token = tile + clamp(query / SHARE, begin, to - 1u);
+                let head = kv_head * PER_KV + min(part + query % SHARE, PER_KV - 1u);
+                stage[i] = queries[(token * HEADS + head) * QUERY_WORDS + i % QUERY_WORDS];
+            }
+            workgroupBarrier();
+
+            let quad = lane / 4u;
+            let quarter = lane % 4u;
+            let other = quad + SPLIT / 2u;
+            let sees0 = quad >= start && quad < end;
+            let sees1 = other >= start && other < end;
+            let at0 = row_at(0u, kv_head, select(start, quad, sees0));
+            let at1 = row_at(0u, kv_head, select(start, other, sees1));
+            var dots0: array<f32, VECTORS * 4u>;
+            var dots1: array<f32, VECTORS * 4u>;
+            for (var step = 0u; step < STEPS; step++) {
+                let chunk = 4u * step + quarter;
+                var k0 = vec4(0u);
+                var k1 = vec4(0u);
+                if (!RAGGED || chunk < CHUNKS) {
+                    if (sees0) {
+                        k0 = keys[at0 + chunk];
+                    }
+                    if (sees1) {
+                        k1 = keys[at1 + chunk];
+                    }
+                }
+                let wide0 = widen_key(k0);
+                let wide1 = widen_key(k1);
+                for (var j = 0u; j < PARTS; j++) {
+                    let word = chunk * PARTS + j;
+                    if (!RAGGED || word < QUERY_WORDS) {
+                        for (var q = 0u; q < QUERIES; q++) {
+                            let y = stage[q * QUERY_WORDS + word];
+                            dots0[q] = fma(wide0[j].x, y.x, dots0[q]);
+                            dots1[q] = fma(wide1[j].x, y.x, dots1[q]);
+                            dots0[q] = fma(wide0[j].y, y.y, dots0[q]);
+                            dots1[q] = fma(wide1[j].y, y.y, dots1[q]);
+                            dots0[q] = fma(wide0[j].z, y.z, dots0[q]);
+                            dots1[q] = fma(wide1[j].z, y.z, dots1[q]);
+                            dots0[q] = fma(wide0[j].w, y.w, dots0[q]);
+                            dots1[q] = fma(wide1[j].w, y.w, dots1[q]);
+                        }
+                    }
+                }
+            }
+            for (var q = 0u; q < QUERIES; q++) {
+                dots0[q] += subgroupShuffleXor(dots0[q], 1u);
+                dots0[q] += subgroupShuffleXor(dots0[q], 2u);
+                dots1[q] += subgroupShuffleXor(dots1[q], 1u);
+                dots1[q] += subgroupShuffleXor(dots1[q], 2u);
+            }
+            let factor0 = scale_of(at0) * p.scale;
+            let factor1 = scale_of(at1) * p.scale;
+            for (var v = 0u; v < VECTORS; v++) {
+                // Each lane of the quad writes one of the vectors.
+                if (quarter == v) {
+                    scores[quad * VECTORS + v] =
+                        vec4(dots0[4u * v], dots0[4u * v + 1u], dots0[4u * v + 2u], dots0[4u * v + 3u]) * factor0;
+                }
+                if (quarter == VECTORS + v) {
+                    scores[other * VECTORS + v] =
+                        vec4(dots1[4u * v], dots1[4u * v + 1u], dots1[4u * v + 2u], dots1[4u * v + 3u]) * factor1;
+                }
+            }
+            workgroupBarrier();
+
+            let position = lane % SPLIT;
+            let vector = min(lane / SPLIT, VECTORS - 1u);
+            var seen = vec4(false);
+            for (var i = 0u; i < 4u; i++) {
+                let token = (4u * vector + i) / SHARE;
+                if (token >= begin && token < to) {
+                    let row = rows[tile + token];
+                    seen[i] = base + position >= row.z && base + position <= row.x;
+                }
+            }
+            let low = vec4(bitcast<f32>(p.low));
+            let score = select(low, scores[position * VECTORS + vector], seen);
+            let most = subgroupMax(score);
+            if (place == 0u) {
+                maxima[lane / width] = most;
+            }
+            workgroupBarrier();
+            // Subgroups of these four queries.
+            let subgroups = SPLIT / width;
+            let before = lane / SPLIT * subgroups;
+            var maximum = low;
+            for (var i = 0u; i < subgroups; i++) {
+                maximum = max(maximum, maxima[before + i]);
+            }
+            // Scores that are all -infinity have no weight, rather than none that is a number.
+            let origin = select(maximum, vec4(0.0), bitcast<vec4<u32>>(maximum) == vec4(p.low));
+            var weight: vec4<f32>;
+            for (var i = 0u; i < 4u; i++) {
+                weight[i] = exponential(score[i] - origin[i]);
+            }
+            weight = select(vec4(0.0), weight, seen);
+            let sum = subgroupAdd(weight);
+            if (place == 0u) {
+                totals[lane / width] = sum;
+            }
+            let shown = position >= start && position < end;
+            weight *= scale_of(row_at(1u, kv_head, select(start, position, shown)));
+            if (lane / SPLIT < VECTORS) {
+                scores[position * VECTORS + vector] = select(bitcast<vec4<f32>>(vec4(UNSEEN)), weight, seen);
+            }
+            workgroupBarrier();
+            if (position == 0u && lane / SPLIT < VECTORS) {
+                var total = vec4(0.0);
+                for (var i = 0u; i < subgroups; i++) {
+                    total += totals[before + i];
+                }
+                for (var i = 0u; i < 4u; i++) {
+                    let query = 4u * vector + i;
+                    let token = query / SHARE;
+                    let head = part + query % SHARE;
+                    if (token >= begin && token < to && head < PER_KV) {
+                        let unit = (tile + token - p.first) * p.splits + wg.x;
+                        stats[unit * HEADS + kv_head * PER_KV + head] = vec2(maximum[i], total[i]);
+                    }
+                }
+            }
+
+            let column = lane % COLUMNS;
+            let slice = lane / COLUMNS;
+            var acc: array<vec4<f32>, QUERIES>;
+            for (var q = 0u; q < QUERIES; q++) {
+                acc[q] = vec4(0.0);
+            }
+            if (column < VALUE_WORDS) {
+                for (var i = slice; i < end; i += SLICES) {
+                    if (i < start) {
+                        continue;
+                    }
+                    let x = widen_value(values[row_at(1u, kv_head, i) * NARROW + column]);
+                    for (var v = 0u; v < VECTORS; v++) {
+                        let w = scores[i * VECTORS + v];
+                        for (var k = 0u; k < 4u; k++) {
+                            let q = 4u * v + k;
+                            if (q < QUERIES) {
+                                let next = fma4(vec4(w[k]), x, acc[q]);
+                                acc[q] = select(acc[q], next, TILE == 1u || alike || bitcast<u32>(w[k]) != UNSEEN);
+                            }
+                        }
+                    }
+                }
+            }
+            for (var q = 0u; q < QUERIES; q += 2u) {
+                workgroupBarrier();
+                stage[lane] = acc[q];
+                if (q + 1u < QUERIES) {
+                    stage[THREADS + lane] = acc[q + 1u];
+                }
+                workgroupBarrier();
+                for (var i = lane; i < 2u * VALUE_WORDS; i += THREADS) {
+                    let query = q + i / VALUE_WORDS;
+                    let word = i % VALUE_WORDS;
+                    let token = query / SHARE;
+                    let head = part + query % SHARE;
+                    if (query < QUERIES && token >= begin && token < to && head < PER_KV) {
+                        var sum = vec4(0.0);
+                        for (var s = 0u; s < SLICES; s++) {
+                            sum += stage[(i / VALUE_WORDS) * THREADS + s * COLUMNS + word];
+                        }
+                        let unit = (tile + token - p.first) * p.splits + wg.x;
+                        sums[(unit * HEADS + kv_head * PER_KV + head) * VALUE_WORDS + word] = sum;
+                    }
+                }
+            }
+            workgroupBarrier();
+        }
+        begin = to;
+    }
+}

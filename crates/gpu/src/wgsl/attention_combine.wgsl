@@ -1,0 +1,66 @@
+// Joins a token's splits, in ascending order: a quad of lanes for a group of columns, which it may quantise.
+// Workgroups: (groups, token).
+//
+// Needs: quantise.wgsl (const GROUP), norm_float.wgsl, fn fma4, const HEADS, VALUE_DIM, CELLS (groups of a token), PLANE,
+// CODED, SINKS, AT_ONCE
+// (vectors of a lane that are of one head); the buffers rows (vec4<u32>), sums (vec4<f32>), stats (vec2<f32>); fn sink_of(head),
+// store_mixed, store_codes.
+
+struct Params { first: u32, splits: u32, low: u32, nothing: u32 }
+var<immediate> p: Params;
+
+const SPLIT: u32 = 128u;
+const THREADS: u32 = 64u;
+const VALUE_WORDS: u32 = VALUE_DIM / 4u;
+const ROW_WORDS: u32 = HEADS * VALUE_WORDS;
+
+@compute @workgroup_size(THREADS)
+fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
+    let token = p.first + wg.y;
+    let row = rows[token];
+    let count = row.x / SPLIT - row.z / SPLIT + 1u;
+    let group = wg.x * (THREADS / 4u) + lane / 4u;
+    var x: array<vec4<f32>, WORDS>;
+    for (var i = 0u; i < WORDS; i++) {
+        x[i] = vec4(0.0);
+    }
+    for (var begin = 0u; begin < WORDS; begin += AT_ONCE) {
+        let chunk = group * (GROUP / 4u) + 4u * begin + lane % 4u;
+        if (chunk < ROW_WORDS) {
+            let head = chunk / VALUE_WORDS;
+            var maximum = bitcast<f32>(p.low);
+            if (SINKS) {
+                maximum = sink_of(head);
+            }
+            let first = wg.y * p.splits;
+            for (var s = 0u; s < count; s++) {
+                maximum = max(maximum, stats[(first + s) * HEADS + head].x);
+            }
+            var total = 0.0;
+            for (var s = 0u; s < count; s++) {
+                let stat = stats[(first + s) * HEADS + head];
+                let factor = exponential(stat.x - maximum);
+                total = fma(factor, stat.y, total);
+                let at = ((first + s) * HEADS + head) * VALUE_WORDS + chunk % VALUE_WORDS;
+                for (var i = 0u; i < AT_ONCE; i++) {
+                    x[begin + i] = fma4(vec4(factor), sums[at + 4u * i], x[begin + i]);
+                }
+            }
+            if (SINKS) {
+                total += exponential(sink_of(head) - maximum);
+            }
+            for (var i = 0u; i < AT_ONCE; i++) {
+                x[begin + i] = x[begin + i] / vec4(total);
+                if (PLANE) {
+                    store_mixed(token, chunk + 4u * i, x[begin + i]);
+                }
+            }
+        }
+    }
+    if (CODED) {
+        let coded = quantise(x);
+        if (group < CELLS) {
+            store_codes(token * CELLS + group, lane % 4u, coded);
+        }
+    }
+}

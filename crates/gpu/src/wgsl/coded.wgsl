@@ -1,0 +1,310 @@
+// The sums of coded rows times int8 activations, in the definition's order (kernels' `coded_matmul`).
+//
+// A workgroup has a run of *items*, tiles of 32 rows each, and takes SLOTS of them a round. Four lanes share
+// an item; each has four rows and the four 16 below, that is a 16-byte quarter of every line of the tile. It
+// loads its whole share before it needs any, multiplies it by each token, and leaves the integers of its
+// rows, exact as floats, in shared memory. Then the lanes change roles: sixteen lanes a (block of rows,
+// token), two rows each, run down the block's items with one fused multiply-add a group.
+//
+// What is indexed by a literal, once all is inlined, lives in registers: hence the lists of calls in place of
+// loops, `..s` of what is here by the line, token, span or chain, which coded.rs appends.
+//
+// Needs: those lists; fn finish, which takes the sums; fn fma2, const PLAYED; consts LOW, HIGH (bits of the
+// planes), TILE_GROUP, AFFINE, TOKENS, THREADS, ITEMS, SLOTS, CHAINS, HELD
+// (lanes hold their shares of tiles, as they cannot of the longest).
+
+@group(0) @binding(0) var<storage, read> weights: array<vec4<u32>>;
+@group(0) @binding(1) var<storage, read> x_codes: array<vec4<u32>>;
+@group(0) @binding(2) var<storage, read> x_cells: array<vec2<u32>>;
+
+// 64-byte lines of the planes, and of the tile.
+const LOW_LINES: u32 = TILE_GROUP * LOW / 16u;
+const HIGH_LINES: u32 = TILE_GROUP * HIGH / 16u;
+// As a divisor, if there is a high plane or none.
+const HIGH_PLANE: u32 = max(HIGH_LINES, 1u);
+const LINES: u32 = LOW_LINES + HIGH_LINES + 1u + AFFINE;
+// 16-byte pieces of a tile.
+const TILE: u32 = 4u * LINES;
+// Runs of sixteen columns: one piece of activations.
+const SPANS: u32 = TILE_GROUP / 16u;
+const ROOM: u32 = select(1u, ITEMS * LINES, HELD == 1u);
+const LOW_MASK: u32 = ((1u << LOW) - 1u) * 0x01010101u;
+const HIGH_MASK: u32 = ((1u << HIGH) - 1u) * 0x01010101u;
+// The largest code, and its reciprocal, rounded once.
+const MOST: i32 = (1i << (LOW + HIGH)) - 1i;
+const INVERSE: f32 = 1.0 / f32(MOST);
+
+var<workgroup> dots: array<vec4<f32>, SLOTS * TOKENS * 8u>;
+var<workgroup> scales: array<vec4<u32>, SLOTS * 4u>;
+var<workgroup> minima: array<vec4<u32>, select(1u, SLOTS * 4u, AFFINE == 1u)>;
+// What scales are multiplied by, and the sum of the activations.
+var<workgroup> cells: array<vec2<f32>, SLOTS * TOKENS>;
+
+struct Job {
+    // The first tile, and the one that item `split` would follow, in pieces.
+    at: u32,
+    split_at: u32,
+    split: u32,
+    // Tiles of a block of rows, and in all.
+    tiles: u32,
+    items: u32,
+    // Tokens, and their rows of the plane.
+    count: u32,
+    rows: array<u32, 8>,
+}
+
+alias Lines = array<vec4<u32>, ROOM>;
+alias Integers = array<vec4<i32>, 2u * TOKENS>;
+// Two rows of each of a lane's chains.
+alias Sums = array<vec2<f32>, CHAINS>;
+
+fn place(job: ptr<function, Job>, item: u32, quarter: u32) -> u32 {
+    return select((*job).at, (*job).split_at, item >= (*job).split) + item * TILE + quarter;
+}
+
+fn load_line(lines: ptr<function, Lines>, base: u32, at: u32, i: u32) {
+    (*lines)[base + i] = weights[at + 4u * i];
+}
+
+fn load(job: ptr<function, Job>, lines: ptr<function, Lines>, base: u32, slot: u32, item: u32, quarter: u32) {
+    if (HELD == 1u && slot < SLOTS && item < (*job).items) {
+        let at = place(job, item, quarter);
+        load_lines(lines, base, at);
+    }
+}
+
+fn line(lines: ptr<function, Lines>, base: u32, at: u32, i: u32) -> vec4<u32> {
+    var out: vec4<u32>;
+    if (HELD == 1u) {
+        out = (*lines)[base + i];
+    } else {
+        out = weights[at + 4u * i];
+    }
+    return out;
+}
+
+// Four columns, unit `unit`, of four rows; of those 16 below if `half` is 1.
+fn codes(lines: ptr<function, Lines>, base: u32, at: u32, unit: u32, half: u32) -> vec4<u32> {
+    var out: vec4<u32>;
+    if (LOW == 8u) {
+        out = line(lines, base, at, 2u * unit + half) ^ vec4(0x80808080u);
+    } else {
+        let shift = LOW * (2u * (unit / LOW_LINES) + half);
+        out = (line(lines, base, at, unit % LOW_LINES) >> vec4(shift)) & vec4(LOW_MASK);
+    }
+    if (HIGH > 0u) {
+        let shift = HIGH * (2u * (unit / HIGH_PLANE) + half);
+        let high = line(lines, base, at, LOW_LINES + unit % HIGH_PLANE) >> vec4(shift);
+        out |= (high & vec4(HIGH_MASK)) << vec4(LOW);
+    }
+    return out;
+}
+
+fn dot4(codes: vec4<u32>, x: u32) -> vec4<i32> {
+    return vec4(
+        dot4I8Packed(codes.x, x),
+        dot4I8Packed(codes.y, x),
+        dot4I8Packed(codes.z, x),
+        dot4I8Packed(codes.w, x),
+    );
+}
+
+// Sixteen columns of eight rows.
+struct Span {
+    low: array<vec4<u32>, 4>,
+    high: array<vec4<u32>, 4>,
+}
+
+fn add_span(
+    job: ptr<function, Job>,
+    sums: ptr<function, Integers>,
+    span: ptr<function, Span>,
+    token: u32,
+    tile: u32,
+    v: u32,
+) {
+    let x = x_codes[((*job).rows[token] * (*job).tiles + tile) * SPANS + v];
+    (*sums)[2u * token] += dot4((*span).low[0], x.x) + dot4((*span).low[1], x.y)
+        + dot4((*span).low[2], x.z) + dot4((*span).low[3], x.w);
+    (*sums)[2u * token + 1u] += dot4((*span).high[0], x.x) + dot4((*span).high[1], x.y)
+        + dot4((*span).high[2], x.z) + dot4((*span).high[3], x.w);
+}
+
+fn take_span(
+    job: ptr<function, Job>,
+    lines: ptr<function, Lines>,
+    sums: ptr<function, Integers>,
+    base: u32,
+    at: u32,
+    tile: u32,
+    v: u32,
+) {
+    var span: Span;
+    span.low[0] = codes(lines, base, at, 4u * v, 0u);
+    span.high[0] = codes(lines, base, at, 4u * v, 1u);
+    span.low[1] = codes(lines, base, at, 4u * v + 1u, 0u);
+    span.high[1] = codes(lines, base, at, 4u * v + 1u, 1u);
+    span.low[2] = codes(lines, base, at, 4u * v + 2u, 0u);
+    span.high[2] = codes(lines, base, at, 4u * v + 2u, 1u);
+    span.low[3] = codes(lines, base, at, 4u * v + 3u, 0u);
+    span.high[3] = codes(lines, base, at, 4u * v + 3u, 1u);
+    add_tokens(job, sums, &span, tile, v);
+}
+
+// Hands the integers of a token over.
+fn hand(
+    job: ptr<function, Job>,
+    sums: ptr<function, Integers>,
+    slot: u32,
+    quarter: u32,
+    tile: u32,
+    token: u32,
+) {
+    let cell = x_cells[(*job).rows[token] * (*job).tiles + tile];
+    let sum = bitcast<i32>(cell.y);
+    var factor = bitcast<f32>(cell.x);
+    // 8-bit codes were taken less 128; symmetric ones count from the middle.
+    var shift = select(0i, 128i * sum, LOW == 8u);
+    var times = 1i;
+    if (AFFINE == 0u) {
+        times = 2i;
+        shift = 2i * shift - MOST * sum;
+        // The scale / MOST, rounded once: Markstein.
+        let inverse = hide(INVERSE);
+        let q = factor * inverse;
+        factor = fma(fma(-q, hide(f32(MOST)), factor), inverse, q);
+    }
+    let low = times * (*sums)[2u * token] + vec4(shift);
+    let high = times * (*sums)[2u * token + 1u] + vec4(shift);
+    let i = slot * TOKENS + token;
+    dots[8u * i + quarter] = vec4<f32>(low);
+    dots[8u * i + 4u + quarter] = vec4<f32>(high);
+    if (quarter == (token & 3u)) {
+        cells[i] = vec2(factor, f32(sum));
+    }
+}
+
+fn multiply(
+    job: ptr<function, Job>,
+    lines: ptr<function, Lines>,
+    base: u32,
+    slot: u32,
+    item: u32,
+    quarter: u32,
+) {
+    let at = place(job, item, quarter);
+    let tile = item % (*job).tiles;
+    var sums = Integers();
+    take_spans(job, lines, &sums, base, at, tile);
+    scales[4u * slot + quarter] = line(lines, base, at, LOW_LINES + HIGH_LINES);
+    if (AFFINE == 1u) {
+        minima[4u * slot + quarter] = line(lines, base, at, LOW_LINES + HIGH_LINES + 1u);
+    }
+    hand_tokens(job, &sums, slot, quarter, tile);
+}
+
+// A group's part of two rows.
+struct Term {
+    dot: vec2<f32>,
+    factor: vec2<f32>,
+    sum: vec2<f32>,
+    least: vec2<f32>,
+}
+
+fn term(slot: u32, token: u32, pair: u32) -> Term {
+    let i = slot * TOKENS + token;
+    let four = dots[8u * i + (pair >> 1u)];
+    let cell = cells[i];
+    var out: Term;
+    out.dot = select(four.xy, four.zw, (pair & 1u) == 1u);
+    out.factor = unpack2x16float(scales[4u * slot + (pair >> 2u)][pair & 3u]) * cell.x;
+    if (AFFINE == 1u) {
+        out.sum = vec2(cell.y);
+        out.least = unpack2x16float(minima[4u * slot + (pair >> 2u)][pair & 3u]) * cell.x;
+    }
+    return out;
+}
+
+fn add_term(acc: vec2<f32>, term: Term) -> vec2<f32> {
+    var sum = fma2(term.dot, term.factor, acc);
+    if (AFFINE == 1u) {
+        sum = fma2(term.sum, term.least, sum);
+    }
+    return sum;
+}
+
+// A chain is sixteen lanes wide: (block of rows, token, pair of rows).
+struct Chain {
+    block: u32,
+    token: u32,
+    pair: u32,
+}
+
+fn chain_of(lane: u32, k: u32) -> Chain {
+    let c = k * THREADS + lane;
+    return Chain(c / (16u * TOKENS), (c / 16u) % TOKENS, c % 16u);
+}
+
+// Runs a chain over the items `first .. first + SLOTS`.
+fn run_chain(job: ptr<function, Job>, sums: ptr<function, Sums>, lane: u32, first: u32, k: u32) {
+    let chain = chain_of(lane, k);
+    let start = chain.block * (*job).tiles;
+    let to = min(start + (*job).tiles, min(first + SLOTS, (*job).items));
+    let end = select(0u, to, chain.token < (*job).count);
+    var item = max(start, first);
+    var acc = (*sums)[k];
+    // Four loads in flight, then the chain; not where a multiply-add is forty lines to compile.
+    for (; !PLAYED && item + 4u <= end; item += 4u) {
+        let a = term(item - first, chain.token, chain.pair);
+        let b = term(item - first + 1u, chain.token, chain.pair);
+        let c = term(item - first + 2u, chain.token, chain.pair);
+        let d = term(item - first + 3u, chain.token, chain.pair);
+        acc = add_term(add_term(add_term(add_term(acc, a), b), c), d);
+    }
+    for (; item < end; item++) {
+        acc = add_term(acc, term(item - first, chain.token, chain.pair));
+    }
+    (*sums)[k] = acc;
+}
+
+// Hands a chain's sums to `finish(job, chain, sums of rows 2 * pair and 2 * pair + 1)`.
+fn finish_chain(job: ptr<function, Job>, sums: ptr<function, Sums>, lane: u32, k: u32) {
+    let chain = chain_of(lane, k);
+    if (chain.token < (*job).count && chain.block * (*job).tiles < (*job).items) {
+        finish(job, chain, (*sums)[k]);
+    }
+}
+
+fn load_items(job: ptr<function, Job>, lines: ptr<function, Lines>, first: u32, lane: u32) {
+    let slot = lane >> 2u;
+    load(job, lines, 0u, slot, first + slot, lane & 3u);
+    if (ITEMS > 1u) {
+        let second = slot + THREADS / 4u;
+        load(job, lines, LINES, second, first + second, lane & 3u);
+    }
+}
+
+// The workgroup's sums, each handed to `finish`. By then nobody reads shared memory any more.
+fn products(job: ptr<function, Job>, lane: u32) {
+    var lines: Lines;
+    var sums = Sums();
+    let slot = lane >> 2u;
+    load_items(job, &lines, 0u, lane);
+    for (var first = 0u; first < (*job).items; first += SLOTS) {
+        if (slot < SLOTS && first + slot < (*job).items) {
+            multiply(job, &lines, 0u, slot, first + slot, lane & 3u);
+        }
+        if (ITEMS > 1u) {
+            let second = slot + THREADS / 4u;
+            if (second < SLOTS && first + second < (*job).items) {
+                multiply(job, &lines, LINES, second, first + second, lane & 3u);
+            }
+        }
+        // On their way while the chains run.
+        load_items(job, &lines, first + SLOTS, lane);
+        workgroupBarrier();
+        run_chains(job, &sums, lane, first);
+        workgroupBarrier();
+    }
+    finish_chains(job, &sums, lane);
+}

@@ -1,0 +1,30 @@
+// The work list of a layer's experts: entries of (slot, first, count, expert), whose pairs are
+// `pairs[first .. first + count]`, a pair being token * top_k + j.
+//
+// Needs: consts TOKENS, LIST (its binding; the pairs are the next).
+
+@group(0) @binding(LIST) var<storage, read> list: array<vec4<u32>>;
+@group(0) @binding(LIST + 1u) var<storage, read> pairs: array<u32>;
+
+struct Entry {
+    slot: u32,
+    first: u32,
+    // None if the entry is past the end, or its expert not here: then there is nothing to do.
+    count: u32,
+}
+
+fn entry(i: u32) -> Entry {
+    var out: Entry;
+    if (i < list[0].x) {
+        let e = list[i + 1u];
+        out.slot = e.x;
+        out.first = e.y;
+        out.count = select(min(e.z, TOKENS), 0u, e.x == 0xffffffffu);
+    }
+    return out;
+}
+
+// The pair of one of an entry's tokens; of those past its end, that of its last.
+fn pair_of(e: Entry, i: u32) -> u32 {
+    return pairs[e.first + min(i, max(e.count, 1u) - 1u)];
+}

@@ -1,0 +1,33 @@
+// Needs: experts_product.wgsl, coded.wgsl.
+
+// Of an expert: `at` is where the matrix begins in its slot, `slot` what slots are apart, in pieces.
+struct Params { rows: u32, tiles: u32, blocks: u32, at: u32, slot: u32, nothing: u32 }
+var<immediate> p: Params;
+
+var<private> first_block: u32;
+
+fn finish(job: ptr<function, Job>, chain: Chain, sum: vec2<f32>) {
+    let row = 32u * (first_block + chain.block) + 2u * chain.pair;
+    let at = out_row(chain.token) * p.rows + row;
+    if (row < p.rows) {
+        out[at] = sum.x;
+    }
+    if (row + 1u < p.rows) {
+        out[at + 1u] = sum.y;
+    }
+}
+
+@compute @workgroup_size(THREADS)
+fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
+    e = entry(wg.y);
+    first_block = wg.x * p.blocks;
+    let items = min(p.blocks, (p.rows + 31u) / 32u - first_block) * p.tiles;
+    var job: Job;
+    job.at = e.slot * p.slot + p.at + first_block * p.tiles * TILE;
+    job.split = 0xffffffffu;
+    job.tiles = p.tiles;
+    job.items = select(0u, items, e.count > 0u);
+    job.count = e.count;
+    job.rows = x_rows();
+    products(&job, lane);
+}

@@ -1,0 +1,91 @@
+//! What the experts in a device's own memory count.
+
+use crate::Counter;
+
+/// The counters of one device's tier of experts; its owner bumps them.
+#[derive(Debug, Default)]
+pub struct TierMeter {
+    /// Experts asked for that the device held.
+    pub hits: Counter,
+    /// Experts asked for that it did not hold.
+    pub misses: Counter,
+    /// Those of `misses` that the processor computed where they were.
+    pub on_cpu: Counter,
+    /// Experts brought to the device.
+    pub loads: Counter,
+    /// Their bytes.
+    pub load_bytes: Counter,
+    /// Experts given up for others.
+    pub evictions: Counter,
+    /// Times that the device was handed work.
+    pub submits: Counter,
+    /// Times that the host waited for it.
+    pub waits: Counter,
+    /// Time of these waits, in nanoseconds.
+    pub wait_ns: Counter,
+    /// Kernels recorded.
+    pub dispatches: Counter,
+}
+
+impl TierMeter {
+    /// All counters, as they are now.
+    pub fn snapshot(&self) -> TierSnapshot {
+        TierSnapshot {
+            hits: self.hits.get(),
+            misses: self.misses.get(),
+            on_cpu: self.on_cpu.get(),
+            loads: self.loads.get(),
+            load_bytes: self.load_bytes.get(),
+            evictions: self.evictions.get(),
+            submits: self.submits.get(),
+            waits: self.waits.get(),
+            wait_ns: self.wait_ns.get(),
+            dispatches: self.dispatches.get(),
+        }
+    }
+}
+
+/// The counters of [`TierMeter`] at one time, or, after subtraction, over an interval. Same names, same units.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[allow(missing_docs, reason = "each field is documented on `TierMeter`, its one definition")]
+pub struct TierSnapshot {
+    pub hits: u64,
+    pub misses: u64,
+    pub on_cpu: u64,
+    pub loads: u64,
+    pub load_bytes: u64,
+    pub evictions: u64,
+    pub submits: u64,
+    pub waits: u64,
+    pub wait_ns: u64,
+    pub dispatches: u64,
+}
+
+impl TierSnapshot {
+    /// The share of experts asked for that the device held; none if none was asked for.
+    #[must_use]
+    pub fn hit_rate(&self) -> Option<f64> {
+        let asked = self.hits + self.misses;
+        (asked > 0).then(|| self.hits as f64 / asked as f64)
+    }
+}
+
+impl std::ops::Sub for TierSnapshot {
+    type Output = Self;
+
+    /// What was counted between `earlier` and `self`.
+    fn sub(self, earlier: Self) -> Self {
+        Self {
+            hits: self.hits.saturating_sub(earlier.hits),
+            misses: self.misses.saturating_sub(earlier.misses),
+            on_cpu: self.on_cpu.saturating_sub(earlier.on_cpu),
+            loads: self.loads.saturating_sub(earlier.loads),
+            load_bytes: self.load_bytes.saturating_sub(earlier.load_bytes),
+            evictions: self.evictions.saturating_sub(earlier.evictions),
+            submits: self.submits.saturating_sub(earlier.submits),
+            waits: self.waits.saturating_sub(earlier.waits),
+            wait_ns: self.wait_ns.saturating_sub(earlier.wait_ns),
+            dispatches: self.dispatches.saturating_sub(earlier.dispatches),
+        }
+    }
+}
