@@ -31,22 +31,49 @@ pub enum BackboneTensor {
 pub enum LayerPart {
     /// `[d_model]`, before attention.
     AttnNorm,
-    /// `[n_heads * head_dim, d_model]`.
+    /// `[n_heads * head_dim, d_model]`; from a latent of queries, `[n_heads * head_dim, q_rank]`.
     Q,
     /// `[n_kv_heads * head_dim, d_model]`.
     K,
     /// `[n_kv_heads * head_dim, d_model]`.
     V,
-    /// `[d_model, n_heads * head_dim]`.
+    /// `[d_model, n_heads * value_dim]`.
     O,
-    /// `[head_dim]`.
+    /// `[n_heads * head_dim]`.
+    QBias,
+    /// `[n_kv_heads * head_dim]`.
+    KBias,
+    /// `[n_kv_heads * head_dim]`.
+    VBias,
+    /// `[d_model]`.
+    OBias,
+    /// `[head_dim]`; over all heads as one, `[n_heads * head_dim]`.
     QNorm,
-    /// `[head_dim]`.
+    /// `[head_dim]`; over all heads as one, `[n_kv_heads * head_dim]`.
     KNorm,
+    /// `[n_heads]`.
+    Sinks,
+    /// `[q_rank, d_model]`.
+    QDown,
+    /// `[q_rank]`.
+    QDownNorm,
+    /// `[kv_rank + rope_dim, d_model]`: the latent, and the rotated part of the key.
+    KvDown,
+    /// `[kv_rank]`.
+    KvDownNorm,
+    /// `[n_heads * kv_rank, head_dim - rope_dim]`: head by head, from a query to what meets the latent. It is the
+    /// transpose of what would make the head's keys.
+    KUp,
+    /// `[n_heads * value_dim, kv_rank]`: head by head, from the latent to a value.
+    VUp,
     /// `[d_model]`, before the feed-forward part.
     FfnNorm,
     /// `[n_experts, d_model]`.
     Router,
+    /// `[n_experts]`, added to the logits.
+    RouterBias,
+    /// `[n_experts]`, added to the scores for the choice only.
+    Correction,
     /// `[width, d_model]` of a dense layer.
     Gate,
     /// `[width, d_model]` of a dense layer.
@@ -59,35 +86,47 @@ pub enum LayerPart {
     SharedUp,
     /// `[d_model, d_shared]`.
     SharedDown,
+    /// `[1, d_model]`: the shared expert's weight before the sigmoid.
+    SharedScale,
+    /// `[n_experts, d_expert]`.
+    ExpertGateBias,
+    /// `[n_experts, d_expert]`.
+    ExpertUpBias,
+    /// `[n_experts, d_model]`.
+    ExpertDownBias,
 }
 
 impl BackboneTensor {
     /// Every tensor that a model needs, in file order of its parts.
     #[must_use]
     pub fn all(spec: &ModelSpec) -> Vec<Self> {
-        use LayerPart::{
-            AttnNorm, Down, FfnNorm, Gate, K, KNorm, O, Q, QNorm, Router, SharedDown, SharedGate, SharedUp,
-            Up, V,
-        };
+        use LayerPart as P;
+        let (a, moe) = (&spec.attention, &spec.moe);
         let mut tensors = vec![Self::Embed];
         for (layer, kind) in spec.layers.iter().enumerate() {
-            let mut push = |parts: &[LayerPart]| {
-                tensors.extend(parts.iter().map(|&part| Self::Layer(layer as u32, part)));
+            let mut push = |is_there: bool, parts: &[P]| {
+                let parts = parts.iter().filter(|_| is_there);
+                tensors.extend(parts.map(|&part| Self::Layer(layer as u32, part)));
             };
-            push(&[AttnNorm, Q, K, V, O]);
-            if spec.attention.qk_norm {
-                push(&[QNorm, KNorm]);
-            }
-            push(&[FfnNorm]);
-            match kind {
-                FfnKind::Dense(_) => push(&[Gate, Up, Down]),
-                FfnKind::Moe => {
-                    push(&[Router]);
-                    if spec.moe.d_shared > 0 {
-                        push(&[SharedGate, SharedUp, SharedDown]);
-                    }
-                }
-            }
+            let (is_moe, latent) = (*kind == FfnKind::Moe, a.latent);
+            push(true, &[P::AttnNorm]);
+            push(latent.is_some_and(|latent| latent.q_rank > 0), &[P::QDown, P::QDownNorm]);
+            push(true, &[P::Q]);
+            push(latent.is_some(), &[P::KvDown, P::KvDownNorm, P::KUp, P::VUp]);
+            push(latent.is_none(), &[P::K, P::V]);
+            push(true, &[P::O]);
+            push(a.qkv_bias, &[P::QBias, P::KBias, P::VBias]);
+            push(a.o_bias, &[P::OBias]);
+            push(a.qk_norm, &[P::QNorm, P::KNorm]);
+            push(a.sinks, &[P::Sinks]);
+            push(true, &[P::FfnNorm]);
+            push(!is_moe, &[P::Gate, P::Up, P::Down]);
+            push(is_moe, &[P::Router]);
+            push(is_moe && moe.router_bias, &[P::RouterBias]);
+            push(is_moe && moe.correction_bias, &[P::Correction]);
+            push(is_moe && moe.d_shared > 0, &[P::SharedGate, P::SharedUp, P::SharedDown]);
+            push(is_moe && moe.shared_gate, &[P::SharedScale]);
+            push(is_moe && moe.expert_bias, &[P::ExpertGateBias, P::ExpertUpBias, P::ExpertDownBias]);
         }
         tensors.push(Self::FinalNorm);
         if !spec.tied_head {
@@ -99,42 +138,75 @@ impl BackboneTensor {
     /// Rows and columns; a vector has one row.
     #[must_use]
     pub fn shape(self, spec: &ModelSpec) -> (usize, usize) {
-        use LayerPart::{
-            AttnNorm, Down, FfnNorm, Gate, K, KNorm, O, Q, QNorm, Router, SharedDown, SharedGate, SharedUp,
-            Up, V,
+        use LayerPart as P;
+        let (a, moe, d) = (&spec.attention, &spec.moe, spec.d_model);
+        let (heads, kv_heads) = (a.n_heads * a.head_dim, a.n_kv_heads * a.head_dim);
+        let norm = |heads: usize| if a.qk_norm_whole { heads } else { a.head_dim };
+        let (layer, part) = match self {
+            Self::Embed | Self::Head => return (spec.vocab_size, d),
+            Self::FinalNorm => return (1, d),
+            Self::Layer(layer, part) => (layer, part),
         };
-        let a = &spec.attention;
-        let d = spec.d_model;
-        let dense = |layer: u32| match spec.layers[layer as usize] {
+        let dense = match spec.layers[layer as usize] {
             FfnKind::Dense(width) => width,
             FfnKind::Moe => 0,
         };
-        match self {
-            Self::Embed | Self::Head => (spec.vocab_size, d),
-            Self::FinalNorm | Self::Layer(_, AttnNorm | FfnNorm) => (1, d),
-            Self::Layer(_, Q) => (a.n_heads * a.head_dim, d),
-            Self::Layer(_, K | V) => (a.n_kv_heads * a.head_dim, d),
-            Self::Layer(_, O) => (d, a.n_heads * a.head_dim),
-            Self::Layer(_, QNorm | KNorm) => (1, a.head_dim),
-            Self::Layer(_, Router) => (spec.moe.n_experts, d),
-            Self::Layer(layer, Gate | Up) => (dense(layer), d),
-            Self::Layer(layer, Down) => (d, dense(layer)),
-            Self::Layer(_, SharedGate | SharedUp) => (spec.moe.d_shared, d),
-            Self::Layer(_, SharedDown) => (d, spec.moe.d_shared),
+        // What is not of the model has no shape.
+        let (q_rank, kv_rank, rope_dim) = a.latent.map_or((0, 0, 0), |l| (l.q_rank, l.kv_rank, l.rope_dim));
+        match part {
+            P::AttnNorm | P::FfnNorm | P::OBias => (1, d),
+            P::Q => (heads, if q_rank > 0 { q_rank } else { d }),
+            P::K | P::V => (kv_heads, d),
+            P::O => (d, a.n_heads * a.value_dim()),
+            P::QBias => (1, heads),
+            P::KBias | P::VBias => (1, kv_heads),
+            P::QNorm => (1, norm(heads)),
+            P::KNorm => (1, norm(kv_heads)),
+            P::Sinks => (1, a.n_heads),
+            P::QDown => (q_rank, d),
+            P::QDownNorm => (1, q_rank),
+            P::KvDown => (kv_rank + rope_dim, d),
+            P::KvDownNorm => (1, kv_rank),
+            P::KUp => (a.n_heads * kv_rank, a.head_dim - rope_dim),
+            P::VUp => (a.n_heads * a.value_dim(), kv_rank),
+            P::Router => (moe.n_experts, d),
+            P::RouterBias | P::Correction => (1, moe.n_experts),
+            P::Gate | P::Up => (dense, d),
+            P::Down => (d, dense),
+            P::SharedGate | P::SharedUp => (moe.d_shared, d),
+            P::SharedDown => (d, moe.d_shared),
+            P::SharedScale => (1, d),
+            P::ExpertGateBias | P::ExpertUpBias => (moe.n_experts, moe.d_expert),
+            P::ExpertDownBias => (moe.n_experts, d),
         }
     }
 
     /// A vector: one-dimensional in the file.
     #[must_use]
     pub fn is_vector(self) -> bool {
-        use LayerPart::{AttnNorm, FfnNorm, KNorm, QNorm};
-        matches!(self, Self::FinalNorm | Self::Layer(_, AttnNorm | FfnNorm | QNorm | KNorm))
+        use LayerPart as P;
+        let Self::Layer(_, part) = self else { return self == Self::FinalNorm };
+        match part {
+            P::AttnNorm | P::FfnNorm | P::QNorm | P::KNorm | P::QDownNorm | P::KvDownNorm => true,
+            P::QBias | P::KBias | P::VBias | P::OBias | P::Sinks | P::RouterBias | P::Correction => true,
+            P::Q | P::K | P::V | P::O | P::QDown | P::KvDown | P::KUp | P::VUp => false,
+            P::Router | P::Gate | P::Up | P::Down | P::SharedGate | P::SharedUp | P::SharedDown => false,
+            P::SharedScale | P::ExpertGateBias | P::ExpertUpBias | P::ExpertDownBias => false,
+        }
     }
 
-    /// May be coded. Norms and routers are not: they are small, and routing must be the model's own.
+    /// May be coded. Norms, biases and routers are not: they are small, and routing must be the model's own.
     #[must_use]
     pub fn may_be_coded(self) -> bool {
-        !self.is_vector() && !matches!(self, Self::Layer(_, LayerPart::Router))
+        use LayerPart as P;
+        let is_kept = matches!(
+            self,
+            Self::Layer(
+                _,
+                P::Router | P::SharedScale | P::ExpertGateBias | P::ExpertUpBias | P::ExpertDownBias
+            )
+        );
+        !self.is_vector() && !is_kept
     }
 }
 
@@ -152,16 +224,33 @@ impl fmt::Display for BackboneTensor {
                     LayerPart::K => "k",
                     LayerPart::V => "v",
                     LayerPart::O => "o",
+                    LayerPart::QBias => "q_bias",
+                    LayerPart::KBias => "k_bias",
+                    LayerPart::VBias => "v_bias",
+                    LayerPart::OBias => "o_bias",
                     LayerPart::QNorm => "q_norm",
                     LayerPart::KNorm => "k_norm",
+                    LayerPart::Sinks => "sinks",
+                    LayerPart::QDown => "q_down",
+                    LayerPart::QDownNorm => "q_down_norm",
+                    LayerPart::KvDown => "kv_down",
+                    LayerPart::KvDownNorm => "kv_down_norm",
+                    LayerPart::KUp => "k_up",
+                    LayerPart::VUp => "v_up",
                     LayerPart::FfnNorm => "ffn_norm",
                     LayerPart::Router => "router",
+                    LayerPart::RouterBias => "router_bias",
+                    LayerPart::Correction => "correction",
                     LayerPart::Gate => "gate",
                     LayerPart::Up => "up",
                     LayerPart::Down => "down",
                     LayerPart::SharedGate => "shared_gate",
                     LayerPart::SharedUp => "shared_up",
                     LayerPart::SharedDown => "shared_down",
+                    LayerPart::SharedScale => "shared_scale",
+                    LayerPart::ExpertGateBias => "expert_gate_bias",
+                    LayerPart::ExpertUpBias => "expert_up_bias",
+                    LayerPart::ExpertDownBias => "expert_down_bias",
                 };
                 write!(f, "layers.{layer}.{part}")
             }

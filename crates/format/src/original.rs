@@ -28,24 +28,46 @@ pub fn checkpoint_name(tensor: BackboneTensor) -> String {
         BackboneTensor::Head => return HEAD.to_owned(),
         BackboneTensor::Layer(layer, part) => (layer, part),
     };
-    let part = match part {
-        LayerPart::AttnNorm => "input_layernorm",
-        LayerPart::Q => "self_attn.q_proj",
-        LayerPart::K => "self_attn.k_proj",
-        LayerPart::V => "self_attn.v_proj",
-        LayerPart::O => "self_attn.o_proj",
-        LayerPart::QNorm => "self_attn.q_norm",
-        LayerPart::KNorm => "self_attn.k_norm",
-        LayerPart::FfnNorm => "post_attention_layernorm",
-        LayerPart::Router => "mlp.gate",
-        LayerPart::Gate => "mlp.gate_proj",
-        LayerPart::Up => "mlp.up_proj",
-        LayerPart::Down => "mlp.down_proj",
-        LayerPart::SharedGate => "mlp.shared_experts.gate_proj",
-        LayerPart::SharedUp => "mlp.shared_experts.up_proj",
-        LayerPart::SharedDown => "mlp.shared_experts.down_proj",
-    };
-    format!("model.layers.{layer}.{part}.weight")
+    format!("model.layers.{layer}.{}", checkpoint_part(part))
+}
+
+/// The name of a layer's tensor behind `model.layers.N.`, as most families have it.
+#[must_use]
+pub const fn checkpoint_part(part: LayerPart) -> &'static str {
+    match part {
+        LayerPart::AttnNorm => "input_layernorm.weight",
+        LayerPart::Q => "self_attn.q_proj.weight",
+        LayerPart::K => "self_attn.k_proj.weight",
+        LayerPart::V => "self_attn.v_proj.weight",
+        LayerPart::O => "self_attn.o_proj.weight",
+        LayerPart::QBias => "self_attn.q_proj.bias",
+        LayerPart::KBias => "self_attn.k_proj.bias",
+        LayerPart::VBias => "self_attn.v_proj.bias",
+        LayerPart::OBias => "self_attn.o_proj.bias",
+        LayerPart::QNorm => "self_attn.q_norm.weight",
+        LayerPart::KNorm => "self_attn.k_norm.weight",
+        LayerPart::Sinks => "self_attn.sinks",
+        LayerPart::QDown => "self_attn.q_a_proj.weight",
+        LayerPart::QDownNorm => "self_attn.q_a_layernorm.weight",
+        LayerPart::KvDown => "self_attn.kv_a_proj_with_mqa.weight",
+        LayerPart::KvDownNorm => "self_attn.kv_a_layernorm.weight",
+        // One tensor has both, head by head.
+        LayerPart::KUp | LayerPart::VUp => "self_attn.kv_b_proj.weight",
+        LayerPart::FfnNorm => "post_attention_layernorm.weight",
+        LayerPart::Router => "mlp.gate.weight",
+        LayerPart::RouterBias => "mlp.gate.bias",
+        LayerPart::Correction => "mlp.gate.e_score_correction_bias",
+        LayerPart::Gate => "mlp.gate_proj.weight",
+        LayerPart::Up => "mlp.up_proj.weight",
+        LayerPart::Down => "mlp.down_proj.weight",
+        LayerPart::SharedGate => "mlp.shared_experts.gate_proj.weight",
+        LayerPart::SharedUp => "mlp.shared_experts.up_proj.weight",
+        LayerPart::SharedDown => "mlp.shared_experts.down_proj.weight",
+        LayerPart::SharedScale => "mlp.shared_expert_gate.weight",
+        LayerPart::ExpertGateBias => "mlp.experts.gate_proj.bias",
+        LayerPart::ExpertUpBias => "mlp.experts.up_proj.bias",
+        LayerPart::ExpertDownBias => "mlp.experts.down_proj.bias",
+    }
 }
 
 /// Corrects a RoPE base that the original's tool is known to have missed, and says so.

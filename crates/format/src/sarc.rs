@@ -4,7 +4,7 @@
 //! original's files still learns the architecture, and it must agree with the config block.
 
 use crate::FormatError;
-use crate::spec::{AttentionSpec, FfnKind, ModelSpec, MoeSpec, RopeScaling, RopeSpec, RouterKind};
+use crate::spec::{AttentionSpec, FfnKind, ModelSpec, MoeSpec, RopeSpec, RouterKind};
 use crate::wire::{Bytes, Put};
 
 /// Bytes of the block.
@@ -176,9 +176,11 @@ impl Sarc {
                 n_kv_heads: self.n_kv_heads as usize,
                 head_dim: self.head_dim as usize,
                 qk_norm: self.qk_norm,
+                ..AttentionSpec::default()
             },
-            rope: RopeSpec { theta: f64::from(self.rope_theta), scaling: RopeScaling::None },
+            rope: RopeSpec { theta: f64::from(self.rope_theta), ..RopeSpec::default() },
             layers,
+            windows: Vec::new(),
             moe: MoeSpec {
                 n_experts: seen.n_experts,
                 top_k: self.top_k as usize,
@@ -186,6 +188,7 @@ impl Sarc {
                 router: RouterKind::Softmax,
                 norm_topk: self.norm_topk,
                 d_shared: self.d_shared as usize,
+                ..MoeSpec::default()
             },
         }
     }

@@ -7,9 +7,23 @@
 use serde::{Deserialize, Serialize};
 
 use crate::FormatError;
+use crate::tile::ROWS;
+
+/// A value that is left out of the config block, as vaults before it did.
+fn is_default<T: Default + PartialEq>(value: &T) -> bool {
+    *value == T::default()
+}
+
+fn is_one(value: &f64) -> bool {
+    *value == 1.0
+}
+
+const fn one() -> f64 {
+    1.0
+}
 
 /// A decoder-only transformer with routed experts.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ModelSpec {
     /// The family's name, as in `model_type` of the checkpoint.
@@ -30,6 +44,9 @@ pub struct ModelSpec {
     pub rope: RopeSpec,
     /// The feed-forward kind of each layer; its length is the number of layers.
     pub layers: Vec<FfnKind>,
+    /// Positions that each layer's attention sees, its own the last of them; 0 is all. Empty if all see all.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub windows: Vec<usize>,
     /// Routed (and shared) experts of the MoE layers.
     pub moe: MoeSpec,
 }
@@ -44,35 +61,130 @@ pub enum FfnKind {
     Moe,
 }
 
-/// Grouped-query attention (Ainslie et al. 2023); multi-head when the two counts are equal.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// Grouped-query attention (Ainslie et al. 2023); multi-head when the two counts are equal; multi-head latent
+/// (DeepSeek-V2, 2024) if `latent` is there.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct AttentionSpec {
     /// Query heads.
     pub n_heads: usize,
-    /// Key and value heads; divides `n_heads`.
+    /// Heads of what is remembered; divides `n_heads`. A latent has one.
     pub n_kv_heads: usize,
-    /// Width of a head.
+    /// Width of a query head, and of a key: scores are divided by its root.
     pub head_dim: usize,
     /// RMSNorm over each head of queries and keys, before RoPE.
     pub qk_norm: bool,
+    /// That norm is over all heads as one.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub qk_norm_whole: bool,
+    /// Biases of the projections to queries, keys and values.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub qkv_bias: bool,
+    /// Bias of the output projection.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub o_bias: bool,
+    /// A logit per query head that takes a share of attention and has no value.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub sinks: bool,
+    /// What scores are multiplied with besides `1 / sqrt(head_dim)`.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub score_scale: f64,
+    /// Keys and values come from a latent.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub latent: Option<LatentSpec>,
 }
 
-/// Rotary position embedding (Su et al. 2021) over the whole head, rotating halves.
+impl Default for AttentionSpec {
+    fn default() -> Self {
+        Self {
+            n_heads: 0,
+            n_kv_heads: 0,
+            head_dim: 0,
+            qk_norm: false,
+            qk_norm_whole: false,
+            qkv_bias: false,
+            o_bias: false,
+            sinks: false,
+            score_scale: 1.0,
+            latent: None,
+        }
+    }
+}
+
+impl AttentionSpec {
+    /// Elements of a remembered key: a head's, or the latent and the part that is rotated.
+    #[must_use]
+    pub const fn key_dim(&self) -> usize {
+        match self.latent {
+            Some(latent) => latent.kv_rank + latent.rope_dim,
+            None => self.head_dim,
+        }
+    }
+
+    /// Elements of what attention takes the mean of: a head's value, or the latent.
+    #[must_use]
+    pub const fn mixed_dim(&self) -> usize {
+        match self.latent {
+            Some(latent) => latent.kv_rank,
+            None => self.head_dim,
+        }
+    }
+
+    /// Elements of a head's output.
+    #[must_use]
+    pub const fn value_dim(&self) -> usize {
+        match self.latent {
+            Some(latent) => latent.value_dim,
+            None => self.head_dim,
+        }
+    }
+
+    /// Remembered rows of a position and head: key and value, or the one that is both.
+    #[must_use]
+    pub const fn kv_planes(&self) -> usize {
+        if self.latent.is_some() { 1 } else { 2 }
+    }
+}
+
+/// Multi-head latent attention: keys and values are products of a latent that all heads share; a part of the key
+/// that is rotated comes beside it. The first `head_dim - rope_dim` elements of a query head meet the former.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LatentSpec {
+    /// Width of the latent of queries; 0 if they come straight from the hidden states.
+    pub q_rank: usize,
+    /// Width of the latent of keys and values.
+    pub kv_rank: usize,
+    /// Elements of a query head that are rotated, its last ones.
+    pub rope_dim: usize,
+    /// Width of a head's value.
+    pub value_dim: usize,
+    /// Epsilon of the latents' RMSNorms.
+    pub norm_eps: f32,
+}
+
+/// Rotary position embedding (Su et al. 2021).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RopeSpec {
     /// Base of the geometric series of wavelengths.
     pub theta: f64,
     /// Stretching of the positions.
     pub scaling: RopeScaling,
+    /// Elements of a head that are rotated, its first ones; `None` is all (of a latent's head, its `rope_dim`).
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub dim: Option<usize>,
+    /// Neighbours are a pair, not the elements half of `dim` apart.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub interleaved: bool,
 }
 
 /// How positions beyond the training context are reached.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum RopeScaling {
     /// Not at all.
+    #[default]
     None,
     /// All positions divided by `factor`.
     Linear {
@@ -106,20 +218,102 @@ pub struct MoeSpec {
     pub top_k: usize,
     /// Width of a routed expert.
     pub d_expert: usize,
-    /// How router logits become weights.
+    /// How router logits become scores.
     pub router: RouterKind,
-    /// Chosen weights are divided by their sum.
+    /// Chosen scores are divided by their sum.
     pub norm_topk: bool,
     /// Width of the shared expert that every token visits; 0 if there is none.
     pub d_shared: usize,
+    /// The router's logits have a bias.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub router_bias: bool,
+    /// Experts are chosen by score plus a bias of their own, which is no part of their weight.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub correction_bias: bool,
+    /// Experts are chosen from a few groups only.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub groups: Option<GroupSpec>,
+    /// What weights are multiplied with at last.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub routed_scale: f64,
+    /// The shared expert's output is multiplied with the sigmoid of a product with the token.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub shared_gate: bool,
+    /// Routed experts have biases, which are resident.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub expert_bias: bool,
+    /// What stands between a routed expert's matrices.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub activation: Activation,
 }
 
-/// How router logits become routing weights.
+impl Default for MoeSpec {
+    fn default() -> Self {
+        Self {
+            n_experts: 0,
+            top_k: 0,
+            d_expert: 0,
+            router: RouterKind::Softmax,
+            norm_topk: false,
+            d_shared: 0,
+            router_bias: false,
+            correction_bias: false,
+            groups: None,
+            routed_scale: 1.0,
+            shared_gate: false,
+            expert_bias: false,
+            activation: Activation::SwiGlu,
+        }
+    }
+}
+
+/// How router logits become scores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RouterKind {
-    /// Softmax over all experts, then top-k.
+    /// Softmax over all experts.
     Softmax,
+    /// Sigmoid of each.
+    Sigmoid,
+}
+
+/// The choice of groups before the choice of experts. Groups are experts in a row, all of one size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct GroupSpec {
+    /// Groups; divides the number of experts.
+    pub n: usize,
+    /// Groups that a token may visit.
+    pub top: usize,
+    /// What a group is ranked by.
+    pub score: GroupScore,
+}
+
+/// What a group of experts is ranked by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum GroupScore {
+    /// Its best score.
+    Best,
+    /// The sum of its two best.
+    BestTwo,
+}
+
+/// What stands between an expert's matrices, of gate g and up u.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+pub enum Activation {
+    /// `silu(g) * u`.
+    #[default]
+    #[serde(rename = "swiglu")]
+    SwiGlu,
+    /// `g' sigmoid(alpha g') * (u' + 1)`, g' being g up to `limit` and u' being u from `-limit` to `limit`.
+    ClampedSwiglu {
+        /// Steepness.
+        alpha: f32,
+        /// Bound.
+        limit: f32,
+    },
 }
 
 /// Widths beyond this are taken for damage; the largest published model is below a tenth of it.
@@ -131,6 +325,22 @@ impl ModelSpec {
     #[must_use]
     pub fn n_layers(&self) -> usize {
         self.layers.len()
+    }
+
+    /// Positions that a layer's attention sees, if not all.
+    #[must_use]
+    pub fn window(&self, layer: usize) -> Option<usize> {
+        self.windows.get(layer).copied().filter(|&positions| positions > 0)
+    }
+
+    /// Elements of a head that are rotated.
+    #[must_use]
+    pub const fn rope_dim(&self) -> usize {
+        match (self.attention.latent, self.rope.dim) {
+            (Some(latent), _) => latent.rope_dim,
+            (None, Some(dim)) => dim,
+            (None, None) => self.attention.head_dim,
+        }
     }
 
     /// The indices of the MoE layers, ascending.
@@ -175,16 +385,45 @@ impl ModelSpec {
         if !a.n_heads.is_multiple_of(a.n_kv_heads) {
             return fail(format!("{} heads do not divide among {} KV heads", a.n_heads, a.n_kv_heads));
         }
-        if !a.head_dim.is_multiple_of(2) {
-            return fail(format!("head_dim {} is odd, RoPE rotates pairs", a.head_dim));
+        let rope_dim = self.rope_dim();
+        if !rope_dim.is_multiple_of(2) || !(1..=a.head_dim).contains(&rope_dim) {
+            let head_dim = a.head_dim;
+            return fail(format!("RoPE rotates pairs, {rope_dim} of {head_dim} elements cannot be"));
         }
-        if a.n_heads * a.head_dim > MAX_WIDTH || self.moe.d_shared > MAX_WIDTH {
+        // Planes of a step have so many columns.
+        let widest = a.n_heads.saturating_mul(a.head_dim.max(a.key_dim()).max(a.value_dim()));
+        if widest > MAX_WIDTH || self.moe.d_shared > MAX_WIDTH {
             return fail("attention or the shared expert is too wide".to_owned());
         }
         if self.moe.top_k > self.moe.n_experts {
             return fail(format!("top_k {} of {} experts", self.moe.top_k, self.moe.n_experts));
         }
+        if !self.windows.is_empty() && self.windows.len() != self.layers.len() {
+            return fail(format!("{} windows for {} layers", self.windows.len(), self.layers.len()));
+        }
         let positive = |x: f64| x.is_finite() && x > 0.0;
+        self.validate_latent()?;
+        if let Some(GroupSpec { n, top, .. }) = self.moe.groups {
+            let (experts, top_k) = (self.moe.n_experts, self.moe.top_k);
+            let fits = n > 0 && experts.is_multiple_of(n) && (1..=n).contains(&top);
+            if !fits || top_k > top * (experts / n) {
+                return fail(format!("top_k {top_k} of {experts} experts in {top} of {n} groups"));
+            }
+        }
+        if self.moe.correction_bias && self.moe.router != RouterKind::Sigmoid {
+            return fail("corrections need scores that are sigmoids".to_owned());
+        }
+        if self.moe.shared_gate && self.moe.d_shared == 0 {
+            return fail("a gate of a shared expert that there is not".to_owned());
+        }
+        if !positive(self.moe.routed_scale) || !positive(a.score_scale) {
+            return fail("routed_scale and score_scale must be positive".to_owned());
+        }
+        if let Activation::ClampedSwiglu { alpha, limit } = self.moe.activation
+            && !(positive(f64::from(alpha)) && positive(f64::from(limit)))
+        {
+            return fail(format!("a clamped SwiGLU with alpha {alpha} and limit {limit}"));
+        }
         if !positive(f64::from(self.rms_norm_eps)) || !positive(self.rope.theta) {
             return fail("rms_norm_eps and rope theta must be positive".to_owned());
         }
@@ -196,6 +435,31 @@ impl ModelSpec {
             } if [factor, beta_fast, beta_slow, attention_factor].into_iter().all(positive)
                 && original_context > 0 => {}
             _ => return fail("RoPE scaling has a parameter that is not positive".to_owned()),
+        }
+        Ok(())
+    }
+
+    fn validate_latent(&self) -> Result<(), FormatError> {
+        let a = &self.attention;
+        let Some(latent) = a.latent else { return Ok(()) };
+        let fail = |what: &str| Err(FormatError::Config { what: format!("latent attention {what}") });
+        if [latent.kv_rank, latent.value_dim].iter().any(|n| *n == 0 || !n.is_multiple_of(ROWS)) {
+            return fail("needs ranks and values that are multiples of 32");
+        }
+        if [latent.q_rank, latent.kv_rank, latent.value_dim].iter().any(|n| *n > MAX_WIDTH) {
+            return fail("is too wide");
+        }
+        if latent.rope_dim >= a.head_dim {
+            return fail("needs a part of each head that is not rotated");
+        }
+        if !(latent.norm_eps.is_finite() && latent.norm_eps > 0.0) {
+            return fail("needs a positive epsilon");
+        }
+        if a.n_kv_heads != 1 {
+            return fail("remembers one head");
+        }
+        if a.qk_norm || a.qkv_bias || self.rope.dim.is_some() {
+            return fail("has neither QK-norm nor biases nor a part of RoPE");
         }
         Ok(())
     }

@@ -13,7 +13,13 @@ fn spec() -> ModelSpec {
         max_context: 512,
         rms_norm_eps: 1e-6,
         tied_head: false,
-        attention: AttentionSpec { n_heads: 4, n_kv_heads: 2, head_dim: 16, qk_norm: true },
+        attention: AttentionSpec {
+            n_heads: 4,
+            n_kv_heads: 2,
+            head_dim: 16,
+            qk_norm: true,
+            ..Default::default()
+        },
         rope: RopeSpec {
             theta: 1e6,
             scaling: RopeScaling::Yarn {
@@ -24,8 +30,10 @@ fn spec() -> ModelSpec {
                 attention_factor: 1.138_629_436_111_989,
                 truncate: true,
             },
+            ..Default::default()
         },
         layers: vec![FfnKind::Dense(80), FfnKind::Moe, FfnKind::Moe],
+        windows: Vec::new(),
         moe: MoeSpec {
             n_experts: 5,
             top_k: 2,
@@ -33,6 +41,7 @@ fn spec() -> ModelSpec {
             router: RouterKind::Softmax,
             norm_topk: true,
             d_shared: 0,
+            ..Default::default()
         },
     }
 }

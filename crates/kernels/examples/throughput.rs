@@ -9,6 +9,7 @@
 use std::hint::black_box;
 use std::time::Instant;
 
+use smoe_format::spec::Activation;
 use smoe_format::{Encoding, Uniform, Zero};
 use smoe_kernels::{
     Activations, AttentionHeads, AttentionScratch, ExpertCall, ExpertScratch, Input, Kernels, KvBlocks,
@@ -192,6 +193,7 @@ fn expert<'a>(bytes: &'a [u8], expert: usize, tokens: &'a [u32]) -> ExpertCall<'
         gate: Matrix::new(part(0), d_ff, d_model, encoding),
         up: Matrix::new(part(1), d_ff, d_model, encoding),
         down: Matrix::new(part(2), d_model, d_ff, encoding),
+        bias: None,
         tokens,
     }
 }
@@ -217,7 +219,7 @@ fn bench_experts(kernels: Kernels, passes: usize) {
             let calls: Vec<ExpertCall<'_>> =
                 (first..first + at_once).map(|e| expert(&bytes, e, &[0])).collect();
             computed.push(seconds(1, || {
-                expert_ffn(&pool, kernels, &calls, &input, &mut scratch, &mut out);
+                expert_ffn(&pool, kernels, &calls, Activation::SwiGlu, &input, &mut scratch, &mut out);
             }));
             let len = 3 * size * at_once;
             read.push(once(&pool, &bytes[3 * size * (first + at_once)..][..len]));
@@ -235,7 +237,7 @@ fn bench_experts(kernels: Kernels, passes: usize) {
             let mut out = vec![0.0; 16 * each * d_model];
             let time = seconds(passes, || {
                 for calls in calls.chunks(16) {
-                    expert_ffn(&pool, kernels, calls, &input, &mut scratch, &mut out);
+                    expert_ffn(&pool, kernels, calls, Activation::SwiGlu, &input, &mut scratch, &mut out);
                 }
             });
             let macs = (3 * d_model * d_ff * each * n_experts) as f64;

@@ -1,10 +1,12 @@
-//! Our own `exp`, and what is made of it: sigmoid, SiLU, SwiGLU, softmax.
+//! Our own `exp`, and what is made of it: sigmoid, SiLU, SwiGLU in two forms, softmax.
 //!
 //! `exp(x)` by Cody and Waite's reduction: with n the integer next to x / ln 2, `r = x - n ln 2` in two
 //! steps (|r| <= 0.3466), `exp(r)` by a polynomial of degree 6 in Horner's form (minimax, relative error
 //! 4.4e-9, found by Remez exchange with the three lowest coefficients held at 1, 1 and 1/2), and n added to
 //! the exponent. Only fused multiply-adds and single IEEE operations, so the bits are the same everywhere.
 //! The largest error over all f32 is below [`EXP_ULP_MAX`]; a test samples it.
+
+use smoe_format::spec::Activation;
 
 use crate::isa::Kernels;
 use crate::simd::{LANES, Op, Simd, join};
@@ -159,18 +161,65 @@ impl<F: Function> Op for Map<'_, F> {
     }
 }
 
-struct SwiGlu<'a> {
+/// A function of gate and up, in both ways.
+trait Glu: Copy {
+    fn scalar(self, gate: f32, up: f32) -> f32;
+    fn lanes<S: Simd>(self, s: S, gate: S::F, up: S::F) -> S::F;
+}
+
+#[derive(Clone, Copy)]
+struct Plain;
+
+impl Glu for Plain {
+    fn scalar(self, gate: f32, up: f32) -> f32 {
+        silu(gate) * up
+    }
+
+    #[inline(always)]
+    fn lanes<S: Simd>(self, s: S, gate: S::F, up: S::F) -> S::F {
+        s.mul(Silu.lanes(s, gate), up)
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Clamped {
+    alpha: f32,
+    limit: f32,
+}
+
+impl Glu for Clamped {
+    fn scalar(self, gate: f32, up: f32) -> f32 {
+        let Self { alpha, limit } = self;
+        let gate = if limit < gate { limit } else { gate };
+        let up = if limit < up { limit } else { up };
+        let up = if up < -limit { -limit } else { up };
+        gate / (1.0 + exp(-(alpha * gate))) * (up + 1.0)
+    }
+
+    #[inline(always)]
+    fn lanes<S: Simd>(self, s: S, gate: S::F, up: S::F) -> S::F {
+        let (high, low) = (s.splat(self.limit), s.splat(-self.limit));
+        let gate = s.if_less(high, gate, high, gate);
+        let up = s.if_less(high, up, high, up);
+        let up = s.if_less(up, low, low, up);
+        let steep = s.mul(s.splat(self.alpha), gate);
+        s.mul(s.div(gate, one_plus_exp_of_minus(s, steep)), s.add(up, s.splat(1.0)))
+    }
+}
+
+struct Gated<'a, F> {
     gate: &'a [f32],
     up: &'a [f32],
     out: &'a mut [f32],
+    function: F,
 }
 
-impl Op for SwiGlu<'_> {
+impl<F: Glu> Op for Gated<'_, F> {
     type Out = ();
 
     fn scalar(self) {
         for ((out, &gate), &up) in self.out.iter_mut().zip(self.gate).zip(self.up) {
-            *out = silu(gate) * up;
+            *out = self.function.scalar(gate, up);
         }
     }
 
@@ -180,11 +229,11 @@ impl Op for SwiGlu<'_> {
         let (ups, up_tail) = self.up.as_chunks::<LANES>();
         let (outs, out_tail) = self.out.as_chunks_mut::<LANES>();
         for ((out, gate), up) in outs.iter_mut().zip(gates).zip(ups) {
-            s.store(s.mul(Silu.lanes(s, s.load(gate)), s.load(up)), out);
+            s.store(self.function.lanes(s, s.load(gate), s.load(up)), out);
         }
         if !out_tail.is_empty() {
-            let gate = Silu.lanes(s, s.load_part(gate_tail, 0.0));
-            s.store_part(s.mul(gate, s.load_part(up_tail, 0.0)), out_tail);
+            let (gate, up) = (s.load_part(gate_tail, 0.0), s.load_part(up_tail, 0.0));
+            s.store_part(self.function.lanes(s, gate, up), out_tail);
         }
     }
 }
@@ -276,8 +325,23 @@ impl Kernels {
     /// # Panics
     /// If the lengths differ.
     pub fn swiglu(self, gate: &[f32], up: &[f32], out: &mut [f32]) {
+        self.glu(Activation::SwiGlu, gate, up, out);
+    }
+
+    /// What stands between an expert's matrices: [`Kernels::swiglu`], or clamped (gpt-oss): with
+    /// `g = min(gate, limit)` and u = up from `-limit` to `limit`, `out = g / (1 + exp(-(alpha * g))) * (u + 1)`,
+    /// each step rounded. A NaN stays one.
+    ///
+    /// # Panics
+    /// If the lengths differ.
+    pub fn glu(self, activation: Activation, gate: &[f32], up: &[f32], out: &mut [f32]) {
         assert!(gate.len() == out.len() && up.len() == out.len(), "gate, up and out of one length");
-        self.run(SwiGlu { gate, up, out });
+        match activation {
+            Activation::SwiGlu => self.run(Gated { gate, up, out, function: Plain }),
+            Activation::ClampedSwiglu { alpha, limit } => {
+                self.run(Gated { gate, up, out, function: Clamped { alpha, limit } });
+            }
+        }
     }
 
     /// Replaces `x` by its softmax: `e[i] = exp(x[i] - max)`, then `e[i] / sum`.

@@ -1,4 +1,5 @@
-//! The experts of a layer: `down(silu(gate x) * (up x))` for every (expert, token) pair of a call.
+//! The experts of a layer: `down(silu(gate x) * (up x))`, or what the family has instead, for every (expert,
+//! token) pair of a call.
 //!
 //! All experts of a call share two forks, whatever their number, so that one expert with one token still
 //! uses every thread: one for gate, up, SwiGLU and the quantising of the hidden values, by rows of gate and
@@ -10,12 +11,13 @@ use crate::matmul::{Operand, TASKS_PER_THREAD, multiply};
 use crate::output::Shared;
 use crate::{Input, Kernels, Matrix, Pool};
 
+use smoe_format::spec::Activation;
 use smoe_format::tile::ROWS;
 
 /// Bytes of gathered tokens from which a fork pays.
 const FORK_BYTES: usize = 1 << 16;
-/// Hidden values that SwiGLU takes at once, on the stack.
-const SWIGLU: usize = 256;
+/// Hidden values that the activation takes at once, on the stack.
+const ACTIVATED: usize = 256;
 
 /// One expert and the tokens that it serves.
 #[derive(Clone, Copy, Debug)]
@@ -26,8 +28,21 @@ pub struct ExpertCall<'a> {
     pub up: Matrix<'a>,
     /// `[d_model, d_ff]`.
     pub down: Matrix<'a>,
+    /// What is added to the products.
+    pub bias: Option<ExpertBias<'a>>,
     /// Tokens of the layer's input.
     pub tokens: &'a [u32],
+}
+
+/// Biases of an expert.
+#[derive(Clone, Copy, Debug)]
+pub struct ExpertBias<'a> {
+    /// `[d_ff]`.
+    pub gate: &'a [f32],
+    /// `[d_ff]`.
+    pub up: &'a [f32],
+    /// `[d_model]`.
+    pub down: &'a [f32],
 }
 
 /// Working memory of [`expert_ffn`], reused from call to call.
@@ -37,7 +52,7 @@ pub struct ExpertScratch {
     coded: [Planes; 2],
     /// Gathered `f32` tokens, `[pairs, d_model]`.
     floats: Vec<f32>,
-    /// `[pairs, d_ff]`; SwiGLU's result replaces the gate.
+    /// `[pairs, d_ff]`; the activation's result replaces the gate.
     gate: Vec<f32>,
     /// `[pairs, d_ff]`.
     up: Vec<f32>,
@@ -163,12 +178,13 @@ fn gather(
     }
 }
 
-/// Computes `down(silu(gate x) * (up x))` for each expert and each of its tokens.
+/// Computes `down(activation(gate x, up x))` for each expert and each of its tokens, biases added to each product
+/// where there are some.
 ///
 /// `input` is the layer's input, `[T, d_model]`, quantised in the groups of the experts' gates and ups
 /// (or exact, or with float weights: [`Input`]). `out` is `[pairs, d_model]`, in the order of `experts` and,
 /// within one, of its tokens. The bits are those of [`matmul`](crate::matmul()) with gate and with up,
-/// [`Kernels::swiglu`], [`Activations::quantise`](crate::Activations::quantise) in down's groups (unless
+/// [`Kernels::glu`], [`Activations::quantise`](crate::Activations::quantise) in down's groups (unless
 /// down is float or the input exact) and [`matmul`](crate::matmul()) with down: they depend neither on
 /// threads nor on the other experts and tokens of the call.
 ///
@@ -179,6 +195,7 @@ pub fn expert_ffn(
     pool: &Pool,
     kernels: Kernels,
     experts: &[ExpertCall<'_>],
+    activation: Activation,
     input: &Input<'_>,
     scratch: &mut ExpertScratch,
     out: &mut [f32],
@@ -199,6 +216,10 @@ pub fn expert_ffn(
                 && (call.up.rows(), call.up.cols()) == (d_ff, d_model)
                 && (call.down.rows(), call.down.cols()) == (d_model, d_ff),
             "experts of {d_model} x {d_ff}: {call:?}"
+        );
+        assert!(
+            call.bias.is_none_or(|b| (b.gate.len(), b.up.len(), b.down.len()) == (d_ff, d_ff, d_model)),
+            "biases of {d_model} x {d_ff}"
         );
         assert!(call.tokens.iter().all(|&t| (t as usize) < input.tokens()), "tokens of the input");
         scratch.firsts.push(pairs);
@@ -258,11 +279,15 @@ pub fn expert_ffn(
             multiply(kernels, &call.gate, rows.clone(), operand(e, &call.gate), &mut gate);
             multiply(kernels, &call.up, rows.clone(), operand(e, &call.up), &mut up);
             for token in 0..n {
-                let gate = gate.token(token);
-                for (gate, up) in gate.chunks_mut(SWIGLU).zip(up.token(token).chunks(SWIGLU)) {
-                    let mut product = [0.0; SWIGLU];
+                let (gate, up) = (gate.token(token), up.token(token));
+                if let Some(bias) = call.bias {
+                    kernels.add_in_place(gate, &bias.gate[rows.clone()]);
+                    kernels.add_in_place(up, &bias.up[rows.clone()]);
+                }
+                for (gate, up) in gate.chunks_mut(ACTIVATED).zip(up.chunks(ACTIVATED)) {
+                    let mut product = [0.0; ACTIVATED];
                     let product = &mut product[..gate.len()];
-                    kernels.swiglu(gate, up, product);
+                    kernels.glu(activation, gate, up, product);
                     gate.copy_from_slice(product);
                 }
                 if let Some(group) = hidden_group(e) {
@@ -288,7 +313,10 @@ pub fn expert_ffn(
         };
         // SAFETY: each task has its own expert's own rows.
         let mut out = unsafe { out.shard(first * d_model, n, d_model, rows.clone()) };
-        multiply(kernels, &call.down, rows, x, &mut out);
+        multiply(kernels, &call.down, rows.clone(), x, &mut out);
+        if let Some(bias) = call.bias {
+            (0..n).for_each(|token| kernels.add_in_place(out.token(token), &bias.down[rows.clone()]));
+        }
     });
 }
 
@@ -323,6 +351,8 @@ mod tests {
     struct Expert {
         bytes: [Vec<u8>; 3],
         encodings: [Encoding; 3],
+        /// Gate's and up's, and down's, as one.
+        bias: Option<Vec<f32>>,
         tokens: Vec<u32>,
     }
 
@@ -335,7 +365,8 @@ mod tests {
                 encodings[i].encode(&values(rows * cols, seed + i as u32), cols, &mut bytes);
                 bytes
             });
-            Self { bytes, encodings, tokens: tokens.to_vec() }
+            let bias = seed.is_multiple_of(2).then(|| values(2 * FF + MODEL, seed + 9));
+            Self { bytes, encodings, bias, tokens: tokens.to_vec() }
         }
 
         fn call(&self) -> ExpertCall<'_> {
@@ -343,13 +374,23 @@ mod tests {
                 gate: Matrix::new(&self.bytes[0], FF, MODEL, self.encodings[0]),
                 up: Matrix::new(&self.bytes[1], FF, MODEL, self.encodings[1]),
                 down: Matrix::new(&self.bytes[2], MODEL, FF, self.encodings[2]),
+                bias: self.bias.as_ref().map(|bias| {
+                    let ((gate, rest), up) = (bias.split_at(FF), &bias[FF..2 * FF]);
+                    ExpertBias { gate, up, down: &rest[FF..] }
+                }),
                 tokens: &self.tokens,
             }
         }
     }
 
     /// Each pair by itself, with the single verbs.
-    fn reference(kernels: Kernels, experts: &[Expert], x: &[f32], exact: bool) -> Vec<f32> {
+    fn reference(
+        kernels: Kernels,
+        activation: Activation,
+        experts: &[Expert],
+        x: &[f32],
+        exact: bool,
+    ) -> Vec<f32> {
         let pool = Pool::new(1, false);
         let product = |matrix: &Matrix<'_>, x: &[f32]| {
             let mut out = vec![0.0; matrix.rows()];
@@ -368,10 +409,15 @@ mod tests {
             let call = expert.call();
             for &token in call.tokens {
                 let x = &x[token as usize * MODEL..][..MODEL];
-                let (gate, up) = (product(&call.gate, x), product(&call.up, x));
+                let add = |mut product: Vec<f32>, bias: Option<&[f32]>| {
+                    product.iter_mut().zip(bias.unwrap_or_default()).for_each(|(x, b)| *x += b);
+                    product
+                };
+                let gate = add(product(&call.gate, x), call.bias.map(|b| b.gate));
+                let up = add(product(&call.up, x), call.bias.map(|b| b.up));
                 let mut hidden = vec![0.0; FF];
-                kernels.swiglu(&gate, &up, &mut hidden);
-                out.extend(product(&call.down, &hidden));
+                kernels.glu(activation, &gate, &up, &mut hidden);
+                out.extend(add(product(&call.down, &hidden), call.bias.map(|b| b.down)));
             }
         }
         out
@@ -379,8 +425,11 @@ mod tests {
 
     fn check(experts: &[Expert], tokens: usize, exact: bool) {
         let x = values(tokens * MODEL, 99);
-        for kernels in Kernels::available() {
-            let expected = bits(&reference(kernels, experts, &x, exact));
+        let activations = [Activation::SwiGlu, Activation::ClampedSwiglu { alpha: 1.702, limit: 0.5 }];
+        for (kernels, activation) in
+            Kernels::available().into_iter().flat_map(|k| activations.map(|a| (k, a)))
+        {
+            let expected = bits(&reference(kernels, activation, experts, &x, exact));
             let quantised: Vec<Activations> = [32, 64, 128]
                 .into_iter()
                 .map(|group| {
@@ -397,7 +446,7 @@ mod tests {
                 let pool = Pool::new(threads, false);
                 for _ in 0..2 {
                     let mut out = vec![f32::NAN; expected.len()];
-                    expert_ffn(&pool, kernels, &calls, &input, &mut scratch, &mut out);
+                    expert_ffn(&pool, kernels, &calls, activation, &input, &mut scratch, &mut out);
                     assert_eq!(bits(&out), expected, "{kernels:?} {threads} {exact}");
                 }
             }

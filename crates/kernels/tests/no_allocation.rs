@@ -3,6 +3,7 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use smoe_format::spec::Activation;
 use smoe_format::{Encoding, Uniform, Zero};
 use smoe_kernels::{
     Activations, ExpertCall, ExpertScratch, Input, Kernels, Matrix, Pool, expert_ffn, matmul,
@@ -39,7 +40,7 @@ fn steps_within_capacity_do_not_allocate() {
     let up = Matrix::new(&wide, d_ff, d_model, encoding);
     let down = Matrix::new(&tall, d_model, d_ff, encoding);
     let lists: [&[u32]; 3] = [&[0, 1, 2, 3, 4, 5, 6, 7, 8], &[3], &[2, 8]];
-    let experts = lists.map(|tokens| ExpertCall { gate: up, up, down, tokens });
+    let experts = lists.map(|tokens| ExpertCall { gate: up, up, down, bias: None, tokens });
     let pairs = 12;
     let pool = Pool::new(3, false);
     // Threads allocate while they start: wait until each has taken a task.
@@ -58,7 +59,7 @@ fn steps_within_capacity_do_not_allocate() {
             let coded = [activations.view()];
             let input = Input::new(&x, tokens, &coded);
             matmul(&pool, kernels, &up, &input, &mut out[..tokens * d_ff]);
-            expert_ffn(&pool, kernels, &experts, &input, &mut scratch, &mut out);
+            expert_ffn(&pool, kernels, &experts, Activation::SwiGlu, &input, &mut scratch, &mut out);
             let after = ALLOCATIONS.load(Ordering::Relaxed);
             assert_eq!(after - before, 0, "{kernels:?}");
         }

@@ -1,8 +1,11 @@
-//! A checkpoint as it lies on disk: which tensors it has, where, and their rows as `f32`.
+//! A checkpoint as it lies on disk: which tensors it has, where, and their rows.
 //!
 //! Only headers are held in memory. Which file counts when several have a tensor is decided here, as the
-//! reference (`transformers`) does it, and never silently.
+//! reference (`transformers`) does it, and never silently. Whatever the files are, tensors go by the names of
+//! an unpacked safetensors checkpoint of one tensor per matrix: packed and stacked ones are resolved on
+//! opening (the module `source`).
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::io;
@@ -10,13 +13,16 @@ use std::ops::Range;
 use std::os::unix::fs::{FileExt, MetadataExt as _};
 use std::path::{Component, Path, PathBuf};
 
-use safetensors::Dtype;
 use safetensors::tensor::Metadata;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
-use smoe_format::{Encoding, file_name};
+use smoe_format::file_name;
 
 use crate::error::{SculptError, Warning};
+use crate::family::Place;
+use crate::source::{
+    Codes, Files, Form, Packing, Part, Raw, Shard, Source, Span, Stored, Unread, gguf, resolve,
+};
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
@@ -29,54 +35,104 @@ const SAMPLE: u64 = 4096;
 #[derive(Debug)]
 pub struct Checkpoint {
     dir: PathBuf,
+    /// What describes the model; how its weights are packed is left out.
     config: Value,
     shards: Vec<Shard>,
     tensors: HashMap<String, Stored>,
+    /// The tensors of the files, before packed and stacked ones were resolved.
+    spans: BTreeMap<String, Span>,
     /// Where the index puts a tensor that is nowhere.
     absent: BTreeMap<String, String>,
     warnings: Vec<Warning>,
+    /// Of GGUF files, from which side files are made.
+    metadata: Option<gguf::Metadata>,
+    /// Where the tokenizer is to be taken from instead.
+    tokenizer: Option<PathBuf>,
 }
 
-#[derive(Debug)]
-struct Shard {
-    name: String,
-    path: PathBuf,
-    file: File,
-    len: u64,
-    header: Vec<u8>,
-}
-
-/// A tensor in a shard.
+/// A file that travels with a vault.
 #[derive(Clone, Debug)]
-struct Stored {
-    shard: usize,
-    dtype: Dtype,
-    shape: Vec<usize>,
-    offset: u64,
+pub(crate) struct SideFile {
+    pub name: &'static str,
+    pub content: Content,
 }
 
-/// A float tensor that the model needs, with its shape checked.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Source {
-    shard: usize,
-    /// F32, F16 or Bf16: its dtype.
-    pub encoding: Encoding,
-    pub cols: usize,
-    offset: u64,
+/// What a side file is made of.
+#[derive(Clone, Debug)]
+pub(crate) enum Content {
+    /// Copied from here; its length.
+    File(PathBuf, u64),
+    /// Made of a GGUF file's metadata.
+    Made(Vec<u8>),
 }
 
-impl Source {
-    fn element_bytes(&self) -> usize {
-        if self.encoding == Encoding::F32 { 4 } else { 2 }
+impl SideFile {
+    pub fn len(&self) -> u64 {
+        match &self.content {
+            Content::File(_, len) => *len,
+            Content::Made(bytes) => bytes.len() as u64,
+        }
+    }
+
+    /// Its bytes.
+    pub fn read(&self) -> Result<Cow<'_, [u8]>, SculptError> {
+        match &self.content {
+            Content::File(path, len) => {
+                let bytes = std::fs::read(path).map_err(SculptError::io("read", path))?;
+                if bytes.len() as u64 != *len {
+                    return Err(SculptError::Changed { path: path.clone() });
+                }
+                Ok(Cow::Owned(bytes))
+            }
+            Content::Made(bytes) => Ok(Cow::Borrowed(bytes)),
+        }
     }
 }
 
 impl Checkpoint {
-    /// Opens a directory, or a single `.safetensors` file with `config.json` beside it, and reads all headers.
+    /// Opens a directory, a single `.safetensors` file with `config.json` beside it, or a `.gguf` file (of a
+    /// split one any part), and reads all headers.
     ///
     /// # Errors
     /// If something is missing, cut short, or ambiguous; named.
     pub fn open(path: &Path) -> Result<Self, SculptError> {
+        Self::open_with(path, None)
+    }
+
+    /// As [`Checkpoint::open`], with the directory from which tokenizer and templates are to be taken.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::open`].
+    pub fn open_with(path: &Path, tokenizer: Option<&Path>) -> Result<Self, SculptError> {
+        if let Some(dir) = tokenizer
+            && !dir.join("tokenizer.json").is_file()
+        {
+            let what = "it has no tokenizer.json".to_owned();
+            return Err(SculptError::Tokenizer { file: dir.to_owned(), what });
+        }
+        let gguf = path.extension().is_some_and(|e| e == "gguf") && path.is_file();
+        let mut checkpoint = if gguf { Self::open_gguf(path)? } else { Self::open_safetensors(path)? };
+        checkpoint.tokenizer = tokenizer.map(Path::to_owned);
+        Ok(checkpoint)
+    }
+
+    fn open_gguf(path: &Path) -> Result<Self, SculptError> {
+        let gguf::Opened { shards, config, tensors, spans, metadata, warnings } = gguf::open(path)?;
+        let dir = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        Ok(Self {
+            dir: dir.to_owned(),
+            config,
+            shards,
+            tensors,
+            spans,
+            absent: BTreeMap::new(),
+            warnings,
+            metadata: Some(metadata),
+            tokenizer: None,
+        })
+    }
+
+    fn open_safetensors(path: &Path) -> Result<Self, SculptError> {
         let nothing = |what: &str| SculptError::NoCheckpoint { path: path.to_owned(), what: what.to_owned() };
         let (dir, single) = if path.is_dir() {
             (path.to_owned(), None)
@@ -84,14 +140,15 @@ impl Checkpoint {
             let dir = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
             (dir.to_owned(), path.file_name().and_then(|n| n.to_str()).map(str::to_owned))
         } else {
-            return Err(nothing("it is neither a directory nor a .safetensors file"));
+            return Err(nothing("it is neither a directory nor a .safetensors or .gguf file"));
         };
         let config_path = dir.join("config.json");
         if !config_path.is_file() {
-            return Err(nothing("it has no config.json"));
+            return Err(nothing("it has no config.json (name a GGUF file itself, not its directory)"));
         }
         let config = std::fs::read(&config_path).map_err(SculptError::io("read", &config_path))?;
-        let config = serde_json::from_slice(&config).map_err(SculptError::json(&config_path))?;
+        let mut config = serde_json::from_slice(&config).map_err(SculptError::json(&config_path))?;
+        let packing = Packing::take(&mut config)?;
 
         let mut warnings = Vec::new();
         let (names, index) = match single {
@@ -121,15 +178,21 @@ impl Checkpoint {
             dir,
             config,
             tensors: HashMap::new(),
+            spans: BTreeMap::new(),
             absent: BTreeMap::new(),
             warnings,
+            metadata: None,
+            tokenizer: None,
         };
-        checkpoint.collect(index.unwrap_or_default())?;
+        let raw = checkpoint.collect(index.unwrap_or_default())?;
+        checkpoint.tensors = resolve(&raw, &packing);
+        checkpoint.spans = raw.into_iter().map(|(name, tensor)| (name, tensor.span())).collect();
         Ok(checkpoint)
     }
 
-    /// Fills the tensor table from the shards' headers.
-    fn collect(&mut self, index: BTreeMap<String, String>) -> Result<(), SculptError> {
+    /// The tensors of the shards' headers.
+    fn collect(&mut self, index: BTreeMap<String, String>) -> Result<HashMap<String, Raw>, SculptError> {
+        let mut tensors: HashMap<String, Raw> = HashMap::new();
         for (shard, Shard { name: file, path, header, .. }) in self.shards.iter().enumerate() {
             let metadata: Metadata =
                 serde_json::from_slice(header).map_err(|e| SculptError::Safetensors {
@@ -143,14 +206,14 @@ impl Checkpoint {
             }
             for name in metadata.offset_keys() {
                 let Some(info) = metadata.info(&name) else { continue };
-                let new = Stored {
+                let new = Raw {
                     shard,
                     dtype: info.dtype,
                     shape: info.shape.clone(),
                     offset: data + info.data_offsets.0 as u64,
                 };
-                let Some(old) = self.tensors.get(&name) else {
-                    self.tensors.insert(name, new);
+                let Some(old) = tensors.get(&name) else {
+                    tensors.insert(name, new);
                     continue;
                 };
                 let other = &self.shards[old.shard].name;
@@ -171,12 +234,12 @@ impl Checkpoint {
                     ignored: ignored.clone(),
                 });
                 if used == file {
-                    self.tensors.insert(name, new);
+                    tensors.insert(name, new);
                 }
             }
         }
         for (tensor, named) in index {
-            match self.tensors.get(&tensor) {
+            match tensors.get(&tensor) {
                 None => {
                     self.absent.insert(tensor, named);
                 }
@@ -187,7 +250,7 @@ impl Checkpoint {
                 Some(_) => {}
             }
         }
-        Ok(())
+        Ok(tensors)
     }
 
     /// The directory.
@@ -233,13 +296,37 @@ impl Checkpoint {
         }
     }
 
-    /// The side files that this checkpoint has, with their lengths.
-    pub(crate) fn side_files(&self) -> Result<Vec<(&'static str, PathBuf, u64)>, SculptError> {
+    /// True if some weights are stored as codes.
+    #[must_use]
+    pub fn is_coded(&self) -> bool {
+        self.tensors.values().any(|stored| stored.form.as_ref().is_ok_and(Form::is_coded))
+    }
+
+    /// Where the tokenizer lies, if that is a directory.
+    pub(crate) fn tokenizer_dir(&self) -> Option<&Path> {
+        let own = self.metadata.is_none().then_some(self.dir.as_path());
+        self.tokenizer.as_deref().or(own)
+    }
+
+    /// The side files that this checkpoint has.
+    pub(crate) fn side_files(&self) -> Result<Vec<SideFile>, SculptError> {
+        let mut made = match &self.metadata {
+            Some(metadata) => metadata.side_files(&self.config, self.tokenizer.is_none())?,
+            None => Vec::new(),
+        };
         let mut found = Vec::new();
         for name in file_name::SIDE_FILES {
-            let path = self.dir.join(name);
+            if let Some(i) = made.iter().position(|(of, _)| *of == name) {
+                found.push(SideFile { name, content: Content::Made(made.swap_remove(i).1) });
+                continue;
+            }
+            let dir = if name == "config.json" { Some(self.dir.as_path()) } else { self.tokenizer_dir() };
+            let Some(dir) = dir else { continue };
+            let path = dir.join(name);
             match std::fs::metadata(&path) {
-                Ok(meta) if meta.is_file() => found.push((name, path, meta.len())),
+                Ok(meta) if meta.is_file() => {
+                    found.push(SideFile { name, content: Content::File(path, meta.len()) });
+                }
                 Ok(_) => {}
                 Err(e) if e.kind() == io::ErrorKind::NotFound => {}
                 Err(e) => return Err(SculptError::io("read", &path)(e)),
@@ -248,49 +335,47 @@ impl Checkpoint {
         Ok(found)
     }
 
-    /// The tensor `name`, which must have this shape and a float type; `None` if there is none.
-    pub(crate) fn source(&self, name: &str, shape: &[usize]) -> Result<Option<Source>, SculptError> {
+    /// The matrix at `place`, whose tensor must have its shape and a type that is read; `None` if there is none.
+    pub(crate) fn source(&self, place: &Place) -> Result<Option<Source>, SculptError> {
+        let Place { name, shape, part } = place;
         let Some(stored) = self.tensors.get(name) else { return Ok(None) };
-        let file = || self.shards[stored.shard].path.clone();
-        let tensor = || name.to_owned();
-        let encoding = match stored.dtype {
-            Dtype::F32 => Encoding::F32,
-            Dtype::F16 => Encoding::F16,
-            Dtype::BF16 => Encoding::Bf16,
-            other => {
-                return Err(SculptError::Dtype {
-                    tensor: tensor(),
-                    file: file(),
-                    found: format!("{other:?}"),
-                });
+        let file = self.shards[stored.shard].path.clone();
+        let tensor = name.clone();
+        let mut form = match &stored.form {
+            Ok(form) => *form,
+            Err(Unread::Type(found)) => {
+                return Err(SculptError::Dtype { tensor, file, found: found.clone() });
+            }
+            Err(Unread::Packed(what)) => {
+                return Err(SculptError::Packed { tensor, file, what: what.clone() });
             }
         };
-        if stored.shape != shape {
-            return Err(SculptError::Shape {
-                tensor: tensor(),
-                file: file(),
-                expected: shape.to_vec(),
-                found: stored.shape.clone(),
-            });
+        if stored.shape != *shape {
+            let (expected, found) = (shape.clone(), stored.shape.clone());
+            return Err(SculptError::Shape { tensor, file, expected, found });
+        }
+        if let Form::Gptq(gptq) = &mut form {
+            gptq.examine(self.files())?;
         }
         let cols = shape.last().copied().unwrap_or(1);
-        Ok(Some(Source { shard: stored.shard, encoding, cols, offset: stored.offset }))
+        let rows = shape.iter().rev().skip(1).product();
+        let (encoding, order) = (form.encoding(), stored.order);
+        Ok(Some(Source { encoding, rows, cols, form, order, part: Part::Whole }.part(*part)))
     }
 
-    /// Reads whole rows as they are into `raw`.
+    fn files(&self) -> Files<'_> {
+        Files(&self.shards)
+    }
+
+    /// Reads whole rows of a float tensor as they are into `out`, by way of `raw`.
     pub(crate) fn read_raw(
         &self,
         source: &Source,
         rows: Range<usize>,
         raw: &mut Vec<u8>,
+        out: &mut Vec<u8>,
     ) -> Result<(), SculptError> {
-        let row = source.cols * source.element_bytes();
-        raw.resize(rows.len() * row, 0);
-        let shard = &self.shards[source.shard];
-        shard
-            .file
-            .read_exact_at(raw, source.offset + (rows.start * row) as u64)
-            .map_err(SculptError::io("read", &shard.path))
+        source.read_raw(self.files(), rows, raw, out)
     }
 
     /// Reads whole rows as `f32` into `values`, by way of `raw`.
@@ -301,12 +386,18 @@ impl Checkpoint {
         raw: &mut Vec<u8>,
         values: &mut Vec<f32>,
     ) -> Result<(), SculptError> {
-        self.read_raw(source, rows.clone(), raw)?;
-        values.resize(rows.len() * source.cols, 0.0);
-        let n = values.len();
-        // All rows as one long row.
-        source.encoding.decode_row(raw, n, 0, values);
-        Ok(())
+        source.read_rows(self.files(), rows, raw, &mut Codes::default(), values)
+    }
+
+    /// Reads whole rows of a tensor that is kept as codes.
+    pub(crate) fn read_codes(
+        &self,
+        source: &Source,
+        rows: Range<usize>,
+        raw: &mut Vec<u8>,
+        codes: &mut Codes,
+    ) -> Result<(), SculptError> {
+        source.read_codes(self.files(), rows, raw, codes).map(|_| ())
     }
 
     /// A hash by which two checkpoints can be told apart without reading them whole.
@@ -323,31 +414,23 @@ impl Checkpoint {
             hash.update((bytes.len() as u64).to_le_bytes());
             hash.update(bytes);
         };
-        for (name, path, _) in self.side_files()? {
-            put(name.as_bytes());
-            put(&std::fs::read(&path).map_err(SculptError::io("read", &path))?);
+        for side in self.side_files()? {
+            put(side.name.as_bytes());
+            put(&side.read()?);
         }
         for shard in &self.shards {
             put(shard.name.as_bytes());
             put(&shard.header);
             put(&shard.len.to_le_bytes());
         }
-        let mut names: Vec<&String> = self.tensors.keys().collect();
-        names.sort();
         let mut sample = Vec::new();
-        for name in names {
+        for (name, span) in &self.spans {
             if name.contains(".experts.") && !crc32c::crc32c(name.as_bytes()).is_multiple_of(64) {
                 continue;
             }
-            let stored = &self.tensors[name];
-            let bits = stored.shape.iter().product::<usize>() as u64 * stored.dtype.bitsize() as u64;
-            let len = (bits / 8).min(SAMPLE);
+            let len = span.bytes.min(SAMPLE);
             sample.resize(len as usize, 0);
-            let shard = &self.shards[stored.shard];
-            shard
-                .file
-                .read_exact_at(&mut sample, stored.offset + (bits / 8 - len) / 2)
-                .map_err(SculptError::io("read", &shard.path))?;
+            self.files().read(span.at.skip((span.bytes - len) / 2), &mut sample)?;
             put(name.as_bytes());
             put(&sample);
         }

@@ -5,10 +5,12 @@
 
 use serde_json::{Map, Value};
 use smoe_format::ModelSpec;
-use smoe_format::spec::{AttentionSpec, FfnKind, MoeSpec, RopeScaling, RopeSpec};
+use smoe_format::spec::{
+    Activation, AttentionSpec, FfnKind, GroupSpec, LatentSpec, MoeSpec, RopeScaling, RopeSpec,
+};
 
 use crate::error::{SculptError, Warning};
-use crate::family::{Dense, Family};
+use crate::family::{Bias, Dense, Expert, Family, Norm, QkNorm, Rotary, Shared};
 
 /// The model that a `config.json` describes, and what was odd about it.
 ///
@@ -32,23 +34,7 @@ pub fn spec_from_config(config: &Value) -> Result<(ModelSpec, Vec<Warning>), Scu
 
     let d_model = keys.size("hidden_size")?;
     let n_layers = keys.size("num_hidden_layers")?;
-    let n_heads = keys.size("num_attention_heads")?;
-    let n_kv_heads = match keys.optional_size("num_key_value_heads")? {
-        Some(n) => n,
-        None if family.kv_heads_optional => n_heads,
-        None => return Err(bad("num_key_value_heads", None, "a number")),
-    };
-    let head_dim = match keys.optional_size("head_dim")? {
-        Some(n) => n,
-        None if n_heads > 0 && d_model.is_multiple_of(n_heads) => d_model / n_heads,
-        None => return Err(bad("head_dim", None, "a number (hidden_size does not divide among the heads)")),
-    };
-    let n_experts = keys.n_experts(family)?;
-    let d_expert = keys.size("moe_intermediate_size")?;
-    let n_shared = match family.n_shared {
-        Some(key) => keys.optional_size(key)?.unwrap_or(0),
-        None => 0,
-    };
+    let attention = keys.attention(family, d_model)?;
     let max_context = keys.size("max_position_embeddings")?;
     let spec = ModelSpec {
         model_type: family.model_type.to_owned(),
@@ -56,25 +42,19 @@ pub fn spec_from_config(config: &Value) -> Result<(ModelSpec, Vec<Warning>), Scu
         vocab_size: keys.size("vocab_size")?,
         max_context,
         rms_norm_eps: match keys.get("rms_norm_eps") {
-            None => keys.default("rms_norm_eps", 1e-6),
+            None => keys.default("rms_norm_eps", family.defaults.eps),
             Some(value) => number("rms_norm_eps", value)?,
         } as f32,
         tied_head: keys.flag("tie_word_embeddings", false)?,
-        attention: AttentionSpec { n_heads, n_kv_heads, head_dim, qk_norm: family.qk_norm },
-        rope: keys.rope(family, max_context)?,
+        rope: keys.rope(family, max_context, attention.head_dim)?,
+        attention: AttentionSpec { score_scale: keys.score_scale(family)?, ..attention },
         layers: keys.layers(family, n_layers)?,
-        moe: MoeSpec {
-            n_experts,
-            top_k: keys.size("num_experts_per_tok")?,
-            d_expert,
-            router: family.router,
-            norm_topk: match keys.get("norm_topk_prob") {
-                None => keys.default("norm_topk_prob", false),
-                Some(_) => keys.flag("norm_topk_prob", false)?,
-            },
-            d_shared: n_shared.saturating_mul(d_expert),
-        },
+        windows: keys.windows(family, n_layers)?,
+        moe: keys.moe(family)?,
     };
+    if keys.optional_size("num_nextn_predict_layers")?.unwrap_or(0) > 0 {
+        keys.warnings.push(Warning::Ignored { what: "num_nextn_predict_layers" });
+    }
     spec.validate()?;
     Ok((spec, keys.warnings))
 }
@@ -142,6 +122,142 @@ impl<'a> Keys<'a> {
         }
     }
 
+    fn attention(&self, family: &Family, d_model: usize) -> Result<AttentionSpec, SculptError> {
+        let n_heads = self.size("num_attention_heads")?;
+        let n_kv_heads = match self.optional_size("num_key_value_heads")? {
+            Some(n) => n,
+            None if family.kv_heads_optional => n_heads,
+            None => return Err(bad("num_key_value_heads", None, "a number")),
+        };
+        if family.latent {
+            if n_kv_heads != n_heads {
+                let expected = format!("{n_heads}, as there are query heads");
+                return Err(bad("num_key_value_heads", self.get("num_key_value_heads"), expected));
+            }
+            let rope_dim = self.size("qk_rope_head_dim")?;
+            let latent = LatentSpec {
+                q_rank: self.optional_size("q_lora_rank")?.unwrap_or(0),
+                kv_rank: self.size("kv_lora_rank")?,
+                rope_dim,
+                value_dim: self.size("v_head_dim")?,
+                // The reference's norms of latents do not ask the config.
+                norm_eps: 1e-6,
+            };
+            let head_dim = self.size("qk_nope_head_dim")? + rope_dim;
+            let latent = Some(latent);
+            return Ok(AttentionSpec { n_heads, n_kv_heads: 1, head_dim, latent, ..Default::default() });
+        }
+        let head_dim = match self.optional_size("head_dim")? {
+            Some(n) => n,
+            None if n_heads > 0 && d_model.is_multiple_of(n_heads) => d_model / n_heads,
+            None => {
+                return Err(bad("head_dim", None, "a number (hidden_size does not divide among the heads)"));
+            }
+        };
+        let (qkv_bias, o_bias) = match family.bias {
+            Bias::None => (false, false),
+            Bias::Qkv(key, default) => (self.flag(key, default)?, false),
+            Bias::All(key, default) => (self.flag(key, default)?, self.flag(key, default)?),
+        };
+        Ok(AttentionSpec {
+            n_heads,
+            n_kv_heads,
+            head_dim,
+            qk_norm: match family.qk_norm {
+                QkNorm::None => false,
+                QkNorm::Heads | QkNorm::Whole => true,
+                QkNorm::Key(key) => self.flag(key, false)?,
+            },
+            qk_norm_whole: matches!(family.qk_norm, QkNorm::Whole),
+            qkv_bias,
+            o_bias,
+            sinks: family.sinks,
+            ..AttentionSpec::default()
+        })
+    }
+
+    fn moe(&mut self, family: &Family) -> Result<MoeSpec, SculptError> {
+        let n_experts = self.n_experts(family)?;
+        let d_expert = self.size(family.d_expert)?;
+        let router = &family.router;
+        Ok(MoeSpec {
+            n_experts,
+            top_k: self.size("num_experts_per_tok")?,
+            d_expert,
+            router: router.kind,
+            norm_topk: match (router.norm, self.get("norm_topk_prob")) {
+                (Norm::Always, _) => true,
+                (Norm::Never, _) => false,
+                (Norm::Key(default), None) => self.default("norm_topk_prob", default),
+                (Norm::Key(default), Some(_)) => self.flag("norm_topk_prob", default)?,
+            },
+            d_shared: match family.shared {
+                Shared::None => 0,
+                Shared::Count(key) => self.optional_size(key)?.unwrap_or(0).saturating_mul(d_expert),
+                Shared::Gated(key) => self.size(key)?,
+            },
+            router_bias: router.bias,
+            correction_bias: router.correction,
+            groups: self.groups(family)?,
+            routed_scale: match self.get("routed_scaling_factor") {
+                Some(value) if router.scale => number("routed_scaling_factor", value)?,
+                None if router.scale => self.default("routed_scaling_factor", 1.0),
+                _ => 1.0,
+            },
+            shared_gate: matches!(family.shared, Shared::Gated(_)),
+            expert_bias: family.expert == Expert::ClampedWithBiases,
+            activation: match family.expert {
+                Expert::SwiGlu => Activation::SwiGlu,
+                Expert::ClampedWithBiases => {
+                    let or = |key: &str, default: f64| {
+                        self.get(key).map_or(Ok(default), |value| number(key, value))
+                    };
+                    let (alpha, limit) = (or("swiglu_alpha", 1.702)?, or("swiglu_limit", 7.0)?);
+                    Activation::ClampedSwiglu { alpha: alpha as f32, limit: limit as f32 }
+                }
+            },
+        })
+    }
+
+    /// Groups of experts; `None` if a token may visit all.
+    fn groups(&self, family: &Family) -> Result<Option<GroupSpec>, SculptError> {
+        let Some(score) = family.router.groups else { return Ok(None) };
+        // DeepSeek-V2 has the numbers also where they do not count.
+        if self.get("topk_method").is_some_and(|method| method == "greedy") {
+            return Ok(None);
+        }
+        match (self.optional_size("n_group")?, self.optional_size("topk_group")?) {
+            (None, None) => Ok(None),
+            (Some(n), Some(top)) if n == top => Ok(None),
+            (Some(n), Some(top)) => Ok(Some(GroupSpec { n, top, score })),
+            (None, top) => Err(bad("n_group", None, format!("a number, as topk_group is {top:?}"))),
+            (n, None) => Err(bad("topk_group", None, format!("a number, as n_group is {n:?}"))),
+        }
+    }
+
+    /// Positions that each layer sees, 0 for all; empty if all see all.
+    fn windows(&self, family: &Family, n_layers: usize) -> Result<Vec<usize>, SculptError> {
+        if !family.windows {
+            return Ok(Vec::new());
+        }
+        let found = self.get("layer_types");
+        let rule = || bad("layer_types", found, "\"sliding_attention\" or \"full_attention\" for each layer");
+        let kinds = found.and_then(Value::as_array).ok_or_else(rule)?;
+        if kinds.len() != n_layers {
+            return Err(rule());
+        }
+        let window = |kind: &Value| match kind.as_str() {
+            Some("full_attention") => Ok(0),
+            Some("sliding_attention") => match self.size("sliding_window")? {
+                0 => Err(bad("sliding_window", self.get("sliding_window"), "above 0")),
+                positions => Ok(positions),
+            },
+            _ => Err(rule()),
+        };
+        let windows = kinds.iter().map(window).collect::<Result<Vec<_>, _>>()?;
+        Ok(if windows.iter().all(|&positions| positions == 0) { Vec::new() } else { windows })
+    }
+
     /// The number of routed experts, which goes by several names.
     fn n_experts(&self, family: &Family) -> Result<usize, SculptError> {
         let mut found: Option<(&str, usize)> = None;
@@ -166,6 +282,7 @@ impl<'a> Keys<'a> {
             return Err(bad("num_hidden_layers", self.get("num_hidden_layers"), "at most 4096"));
         }
         let dense: Vec<bool> = match family.dense {
+            Dense::None => vec![false; n_layers],
             Dense::FirstK => {
                 let first = self.optional_size("first_k_dense_replace")?.unwrap_or(0);
                 (0..n_layers).map(|layer| layer < first).collect()
@@ -199,16 +316,14 @@ impl<'a> Keys<'a> {
 
     /// RoPE parameters, wherever they are. As in the reference, `rope_scaling` goes before
     /// `rope_parameters`, and a `rope_theta` inside of them before one at the top level.
-    fn rope(&mut self, family: &Family, max_context: usize) -> Result<RopeSpec, SculptError> {
-        let empty = Map::new();
-        let object = |key: &str| match self.get(key) {
-            None => Ok(&empty),
-            Some(value) => value.as_object().ok_or_else(|| bad(key, Some(value), "an object")),
-        };
-        let (old, new) = (object("rope_scaling")?, object("rope_parameters")?);
-        let (name, parameters) =
-            if old.is_empty() { ("rope_parameters", new) } else { ("rope_scaling", old) };
-        if !old.is_empty() && !new.is_empty() && old != new {
+    fn rope(
+        &mut self,
+        family: &Family,
+        max_context: usize,
+        head_dim: usize,
+    ) -> Result<RopeSpec, SculptError> {
+        let (name, parameters, differ) = self.rope_parameters()?;
+        if differ {
             self.warnings.push(Warning::Contradiction {
                 what: "`rope_scaling` and `rope_parameters` differ".to_owned(),
                 used: "`rope_scaling`".to_owned(),
@@ -228,17 +343,34 @@ impl<'a> Keys<'a> {
                 inner
             }
             (Some(theta), _) | (None, Some(theta)) => theta,
-            (None, None) => self.default("rope_theta", 10_000.0),
+            (None, None) => self.default("rope_theta", family.defaults.theta),
         };
-        if let Some(factor) = float("partial_rotary_factor")?
-            && factor != 1.0
-        {
-            return Err(bad(&path("partial_rotary_factor"), get("partial_rotary_factor"), "1"));
-        }
+        let partial = "partial_rotary_factor";
+        let found = (float(partial)?, self.get(partial).map(|value| number(partial, value)).transpose()?);
+        let dim = match (family.rotary, found) {
+            (Rotary::Partial(default), (inner, outer)) => {
+                let factor = match inner.or(outer) {
+                    Some(factor) => factor,
+                    None => self.default(partial, default),
+                };
+                let dim = (head_dim as f64 * factor) as usize;
+                if !(factor > 0.0 && factor <= 1.0) || dim == 0 {
+                    return Err(bad(partial, get(partial).or(self.get(partial)), "above 0 and up to 1"));
+                }
+                Some(dim).filter(|&dim| dim != head_dim)
+            }
+            (_, (Some(factor), _)) if factor != 1.0 => return Err(bad(&path(partial), get(partial), "1")),
+            _ => None,
+        };
+        let interleaved = match family.rotary {
+            Rotary::Halves | Rotary::Partial(_) => false,
+            Rotary::Neighbours => true,
+            Rotary::NeighboursByKey => self.flag("rope_interleave", true)?,
+        };
 
         let kind_key = if get("rope_type").is_some() { "rope_type" } else { "type" };
         let kind = match get(kind_key) {
-            None if parameters.keys().all(|key| key == "rope_theta") => "default",
+            None if parameters.keys().all(|key| key == "rope_theta" || key == partial) => "default",
             found => found
                 .and_then(Value::as_str)
                 .ok_or_else(|| bad(&path("rope_type"), found, "the name of a kind of RoPE"))?,
@@ -302,7 +434,33 @@ impl<'a> Keys<'a> {
                 }
             }
         };
-        Ok(RopeSpec { theta, scaling })
+        Ok(RopeSpec { theta, scaling, dim, interleaved })
+    }
+
+    /// The name and the contents of what has the parameters of RoPE, and whether there are others too.
+    fn rope_parameters(&self) -> Result<(&'static str, &'a Map<String, Value>, bool), SculptError> {
+        static EMPTY: std::sync::LazyLock<Map<String, Value>> = std::sync::LazyLock::new(Map::new);
+        let object = |key: &str| match self.get(key) {
+            None => Ok(&*EMPTY),
+            Some(value) => value.as_object().ok_or_else(|| bad(key, Some(value), "an object")),
+        };
+        let (old, new) = (object("rope_scaling")?, object("rope_parameters")?);
+        let (name, parameters) =
+            if old.is_empty() { ("rope_parameters", new) } else { ("rope_scaling", old) };
+        Ok((name, parameters, !old.is_empty() && !new.is_empty() && old != new))
+    }
+
+    /// What YaRN makes of scores in latent attention: the square of its factor for `mscale_all_dim`.
+    fn score_scale(&self, family: &Family) -> Result<f64, SculptError> {
+        let (name, parameters, _) = self.rope_parameters()?;
+        let float = |key: &str| {
+            let found = parameters.get(key).filter(|value| !value.is_null());
+            found.map(|value| number(&format!("{name}.{key}"), value)).transpose()
+        };
+        match (float("mscale_all_dim")?, float("factor")?) {
+            (Some(all), Some(factor)) if family.latent && all != 0.0 => Ok(yarn_scale(factor, all).powi(2)),
+            _ => Ok(1.0),
+        }
     }
 }
 

@@ -8,19 +8,32 @@ use std::path::Path;
 use smoe_format::half::f32_to_f16;
 use smoe_format::{Encoding, record_crc_start};
 
-use crate::checkpoint::{Checkpoint, Source};
+use crate::checkpoint::Checkpoint;
 use crate::error::SculptError;
 use crate::plan::{Item, Plan, row_offset, runs};
 use crate::settings::Role;
+use crate::source::{Codes, Kept, Source};
 
 static ZEROS: [u8; 4096] = [0; 4096];
 
-/// A worker's buffers: a run's bytes, its weights, its codes.
+/// A worker's buffers: a run's bytes, its weights or codes, what becomes of them.
 #[derive(Default)]
 pub(crate) struct Scratch {
     pub raw: Vec<u8>,
     pub values: Vec<f32>,
+    pub codes: Codes,
     pub out: Vec<u8>,
+}
+
+/// What a run of rows lost on its way into the vault.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Loss {
+    /// Nothing.
+    None,
+    /// What coding costs, or rounding of scales.
+    Some,
+    /// This number is beyond every f16.
+    Beyond(f32),
 }
 
 /// Encodes whole rows into `scratch.out`.
@@ -30,22 +43,35 @@ pub(crate) fn encode_rows(
     encoding: Encoding,
     rows: Range<usize>,
     scratch: &mut Scratch,
-) -> Result<Option<f32>, SculptError> {
-    if encoding == source.encoding {
-        // Bytes as they are: not even a NaN's payload changes.
-        checkpoint.read_raw(source, rows, &mut scratch.out)?;
-        return Ok(None);
+) -> Result<Loss, SculptError> {
+    let len = encoding.tensor_bytes(rows.len(), source.cols).expect("a run is smaller than its tensor");
+    match encoding {
+        Encoding::Uniform(uniform) if encoding == source.encoding => {
+            checkpoint.read_codes(source, rows, &mut scratch.raw, &mut scratch.codes)?;
+            scratch.out.resize(len, 0);
+            return Ok(match scratch.codes.tiles(uniform, source.cols, &mut scratch.out) {
+                Kept::Exactly => Loss::None,
+                Kept::Rounded => Loss::Some,
+                Kept::Beyond(level) => Loss::Beyond(level),
+            });
+        }
+        _ if encoding == source.encoding && !source.form.is_coded() => {
+            // Bytes as they are: not even a NaN's payload changes.
+            checkpoint.read_raw(source, rows, &mut scratch.raw, &mut scratch.out)?;
+            return Ok(Loss::None);
+        }
+        _ => {}
     }
-    checkpoint.read_rows(source, rows.clone(), &mut scratch.raw, &mut scratch.values)?;
+    checkpoint.read_rows(source, rows, &mut scratch.raw, &mut scratch.values)?;
     if !encoding.is_float()
         && let Some(&w) = scratch.values.iter().find(|&&w| !codable(w))
     {
-        return Ok(Some(w));
+        return Ok(Loss::Beyond(w));
     }
-    let len = encoding.tensor_bytes(rows.len(), source.cols).expect("a run is smaller than its tensor");
     scratch.out.resize(len, 0);
     encoding.encode(&scratch.values, source.cols, &mut scratch.out);
-    Ok(None)
+    // Whatever the source, `f32` holds its weights.
+    Ok(if encoding == Encoding::F32 { Loss::None } else { Loss::Some })
 }
 
 /// True if a group with this weight has a finite scale.
@@ -85,6 +111,7 @@ pub(crate) fn write_item(
     plan: &Plan,
     item: Item,
     (file, path): (&File, &Path),
+    lossless: bool,
     scratch: &mut Scratch,
 ) -> Result<u32, SculptError> {
     let (offset, len) = plan.place(item);
@@ -99,9 +126,9 @@ pub(crate) fn write_item(
             {
                 writer.zeros_to(offset + entry.offset as u64)?;
                 for rows in runs(entry.rows, entry.cols) {
-                    let odd = encode_rows(checkpoint, source, entry.encoding, rows, scratch)?;
-                    refuse(odd, Role::Expert { layer: key.layer, projection }, || {
-                        (sources.family.expert_name)(*key, projection)
+                    let loss = encode_rows(checkpoint, source, entry.encoding, rows, scratch)?;
+                    refuse(loss, lossless, source, Role::Expert { layer: key.layer, projection }, || {
+                        sources.family.expert(&sources.spec, *key, projection).name
                     })?;
                     writer.put(&scratch.out)?;
                 }
@@ -112,8 +139,8 @@ pub(crate) fn write_item(
             let t = &plan.backbone.tensors[tensor];
             let rows = runs(t.rows, t.cols).nth(run).expect("items are made from runs");
             debug_assert_eq!(offset, t.offset + row_offset(t.encoding, rows.start, t.cols));
-            let odd = encode_rows(checkpoint, &t.source, t.encoding, rows, scratch)?;
-            refuse(odd, Role::Backbone(t.tensor), || sources.backbone_name(t.tensor))?;
+            let loss = encode_rows(checkpoint, &t.source, t.encoding, rows, scratch)?;
+            refuse(loss, lossless, &t.source, Role::Backbone(t.tensor), || sources.backbone_name(t.tensor))?;
             writer.put(&scratch.out)?;
         }
     }
@@ -121,12 +148,25 @@ pub(crate) fn write_item(
     Ok(writer.crc)
 }
 
-fn refuse(odd: Option<f32>, role: Role, name: impl Fn() -> String) -> Result<(), SculptError> {
+fn refuse(
+    loss: Loss,
+    lossless: bool,
+    source: &Source,
+    role: Role,
+    name: impl Fn() -> String,
+) -> Result<(), SculptError> {
     let flag = match role {
         Role::Expert { .. } => "--bits 16",
         Role::Backbone(_) => "--backbone bf16",
     };
-    odd.map_or(Ok(()), |found| Err(SculptError::Range { tensor: name(), found, flag }))
+    match loss {
+        Loss::Beyond(found) => Err(SculptError::Range { tensor: name(), found, flag }),
+        Loss::Some if lossless => {
+            let what = "some of its scales or minima have more bits than an f16";
+            Err(SculptError::Lossy { tensor: name(), form: source.form.name(), what })
+        }
+        Loss::Some | Loss::None => Ok(()),
+    }
 }
 
 /// The checksum of an item before its first byte.

@@ -124,7 +124,10 @@ pub enum SculptError {
         found: Vec<usize>,
     },
     /// A tensor is of a type that this build does not read.
-    #[error("tensor `{tensor}` in {} is {found}; this build reads BF16, F16 and F32", .file.display())]
+    #[error(
+        "tensor `{tensor}` in {} is {found}; this build reads BF16, F16, F32, FP8 in blocks, MXFP4, the codes of \
+         MLX, GPTQ and AWQ, and of GGUF Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K and IQ4_NL", .file.display()
+    )]
     Dtype {
         /// Its name.
         tensor: String,
@@ -132,6 +135,70 @@ pub enum SculptError {
         file: PathBuf,
         /// Its type.
         found: String,
+    },
+    /// A packed tensor's parts are missing or contradict each other.
+    #[error("tensor `{tensor}` in {}: {what}", .file.display())]
+    Packed {
+        /// Its name.
+        tensor: String,
+        /// The file it is in.
+        file: PathBuf,
+        /// What is wrong.
+        what: String,
+    },
+    /// A GGUF file's header does not read, or contradicts itself or the file.
+    #[error("{}: at byte {at}: {what}", .file.display())]
+    Gguf {
+        /// The file.
+        file: PathBuf,
+        /// Where.
+        at: u64,
+        /// What is wrong.
+        what: String,
+    },
+    /// A GGUF file's metadata lack a key, or it has a value that this build does not know what to do with.
+    #[error("{}: `{key}` is {found}, this build needs {expected}", .file.display())]
+    Metadata {
+        /// The file.
+        file: PathBuf,
+        /// The key.
+        key: String,
+        /// Its value.
+        found: String,
+        /// What it must be.
+        expected: String,
+    },
+    /// A model without experts.
+    #[error(
+        "{} is a dense model ({architecture}): it has no experts. A vault is made for models of which a token \
+         needs a few experts only; a dense one needs all of its weights for every token, and is better run from \
+         memory", .file.display()
+    )]
+    Dense {
+        /// The file.
+        file: PathBuf,
+        /// Its architecture.
+        architecture: String,
+    },
+    /// No `tokenizer.json` can be made.
+    #[error("{}: {what}; name a directory that has the model's tokenizer.json with --tokenizer", .file.display())]
+    Tokenizer {
+        /// The file.
+        file: PathBuf,
+        /// Why not.
+        what: String,
+    },
+    /// A tensor would not be kept as it is, and that was asked for.
+    #[error(
+        "tensor `{tensor}` is {form}: {what}, so that no vault holds it without loss (leave --lossless out)"
+    )]
+    Lossy {
+        /// Its name.
+        tensor: String,
+        /// Its type.
+        form: &'static str,
+        /// What does not fit.
+        what: &'static str,
     },
     /// A tensor is in two files and no index decides.
     #[error("tensor `{tensor}` is in {first} and in {second}, and the index does not say which counts")]
@@ -359,6 +426,12 @@ pub enum Warning {
         embed: String,
         /// The head's name.
         head: String,
+    },
+    /// A key asks for something that nothing depends on.
+    #[error("`{what}`: layers that guess further tokens are left out; the model is the same without them")]
+    Ignored {
+        /// The key.
+        what: &'static str,
     },
     /// Tensors that the model has no use for.
     #[error("{count} tensors of the checkpoint are not part of the model and are left out: {}", .examples.join(", "))]

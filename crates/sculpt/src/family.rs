@@ -3,43 +3,158 @@
 //! A family says what this build can compute; whatever else a config asks for is refused by name.
 
 use serde_json::Value;
-use smoe_format::spec::RouterKind;
-use smoe_format::{BackboneTensor, ExpertKey, Projection, original};
+use smoe_format::backbone::LayerPart;
+use smoe_format::spec::{GroupScore, RouterKind};
+use smoe_format::{BackboneTensor, ExpertKey, ModelSpec, Projection, original};
+
+use crate::source::Part;
 
 /// A model family.
 #[derive(Debug)]
 pub(crate) struct Family {
     /// `model_type` in config.json.
     pub model_type: &'static str,
-    /// RMSNorm on each head of queries and keys.
-    pub qk_norm: bool,
+    /// RMSNorm of queries and keys.
+    pub qk_norm: QkNorm,
+    /// Biases of the projections.
+    pub bias: Bias,
+    /// Keys and values come from a latent.
+    pub latent: bool,
+    /// Each head has an attention sink.
+    pub sinks: bool,
+    /// `layer_types` says which layers see `sliding_window` positions only.
+    pub windows: bool,
     /// How router logits become weights.
-    pub router: RouterKind,
+    pub router: Router,
     /// The key of the number of routed experts, newest first.
     pub n_experts: &'static [&'static str],
-    /// The key of the number of shared experts, each as wide as a routed one.
-    pub n_shared: Option<&'static str>,
+    /// The key of a routed expert's width.
+    pub d_expert: &'static str,
+    /// What stands in a routed expert, and its biases.
+    pub expert: Expert,
+    /// The shared expert.
+    pub shared: Shared,
     /// Which layers are dense.
     pub dense: Dense,
     /// Stretchings of RoPE that the family's reference defines.
     pub rope: &'static [&'static str],
+    /// How elements of a head are rotated.
+    pub rotary: Rotary,
     /// `num_key_value_heads` may be missing: as many as query heads.
     pub kv_heads_optional: bool,
+    /// What the reference takes where the config is silent.
+    pub defaults: Defaults,
     /// Values that keys must have, if they are there at all.
     pub only: &'static [Only],
-    /// Name of a backbone tensor.
-    pub backbone_name: fn(BackboneTensor) -> String,
-    /// Name of a routed expert's tensor.
-    pub expert_name: fn(ExpertKey, Projection) -> String,
+    /// Names of a layer's tensors where they are not those of most families.
+    pub parts: &'static [(LayerPart, &'static str)],
+    /// Names of routed experts' tensors.
+    pub experts: Experts,
+}
+
+/// RMSNorm of queries and keys.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum QkNorm {
+    None,
+    /// Of each head.
+    Heads,
+    /// Of all heads as one.
+    Whole,
+    /// Of each head, if this key is true.
+    Key(&'static str),
+}
+
+/// Biases of the projections of attention.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Bias {
+    None,
+    /// Of queries, keys and values if the key is true, or missing and the default is.
+    Qkv(&'static str, bool),
+    /// Of the output too.
+    All(&'static str, bool),
+}
+
+/// How router logits become weights.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Router {
+    pub kind: RouterKind,
+    /// Added to the logits.
+    pub bias: bool,
+    /// Added to scores for the choice.
+    pub correction: bool,
+    /// Chosen scores are divided by their sum: always, never, or as `norm_topk_prob` says, with this default.
+    pub norm: Norm,
+    /// `n_group` and `topk_group`, and what groups are ranked by.
+    pub groups: Option<GroupScore>,
+    /// `routed_scaling_factor` counts.
+    pub scale: bool,
+}
+
+/// When chosen scores are divided by their sum.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Norm {
+    Always,
+    Never,
+    /// As `norm_topk_prob` says, with this default.
+    Key(bool),
+}
+
+/// What stands in a routed expert.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Expert {
+    SwiGlu,
+    /// `swiglu_alpha` and `swiglu_limit`, and biases.
+    ClampedWithBiases,
+}
+
+/// The expert that every token visits.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Shared {
+    None,
+    /// The key of how many there are, each as wide as a routed one.
+    Count(&'static str),
+    /// The key of its width; it has a gate.
+    Gated(&'static str),
 }
 
 /// How a config says which layers are dense.
 #[derive(Debug)]
 pub(crate) enum Dense {
+    /// None is.
+    None,
     /// `decoder_sparse_step` and `mlp_only_layers`.
     SparseStep,
     /// The first `first_k_dense_replace` layers.
     FirstK,
+}
+
+/// How elements of a head are rotated.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Rotary {
+    /// All, each with the one half a head away.
+    Halves,
+    /// The first `partial_rotary_factor` of them, with this default.
+    Partial(f64),
+    /// Neighbours.
+    Neighbours,
+    /// Neighbours, unless `rope_interleave` is false.
+    NeighboursByKey,
+}
+
+/// What the reference takes where the config is silent.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Defaults {
+    pub eps: f64,
+    pub theta: f64,
+}
+
+/// The names of routed experts' matrices.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Experts {
+    /// Behind `model.layers.N.`, before the expert's number.
+    pub folder: &'static str,
+    /// Of gate, up and down.
+    pub names: [&'static str; 3],
 }
 
 /// A key that must be missing, null or of a value with `is`.
@@ -72,8 +187,11 @@ fn is_silu(v: &Value) -> bool {
 fn is_full_attention(v: &Value) -> bool {
     v.as_array().is_some_and(|layers| layers.iter().all(|layer| layer == "full_attention"))
 }
+fn is_softmax(v: &Value) -> bool {
+    v == "softmax"
+}
 
-/// What holds for every family that there is.
+/// What holds for every family that does not read the key itself.
 const COMMON: &[Only] = &[
     only("attention_bias", is_false, "false (no biases)"),
     only("mlp_bias", is_false, "false (no biases)"),
@@ -84,10 +202,27 @@ const COMMON: &[Only] = &[
     only("clip_qkv", is_never, "null (no clipping)"),
 ];
 
+/// Where a checkpoint has a matrix.
+#[derive(Clone, Debug)]
+pub(crate) struct Place {
+    /// The tensor.
+    pub name: String,
+    /// Its shape.
+    pub shape: Vec<usize>,
+    /// What of it is meant.
+    pub part: Part,
+}
+
 impl Family {
     /// All conditions on keys.
     pub fn conditions(&self) -> impl Iterator<Item = &'static Only> {
-        COMMON.iter().chain(self.only)
+        let own = |key: &str| match key {
+            "attention_bias" => matches!(self.bias, Bias::Qkv(own, _) | Bias::All(own, _) if own == key),
+            "partial_rotary_factor" => matches!(self.rotary, Rotary::Partial(_)),
+            "layer_types" => self.windows,
+            _ => false,
+        };
+        COMMON.iter().filter(move |only| !own(only.key)).chain(self.only)
     }
 
     /// The family called `model_type`.
@@ -99,41 +234,109 @@ impl Family {
     pub fn known() -> String {
         FAMILIES.iter().map(|family| family.model_type).collect::<Vec<_>>().join(", ")
     }
+
+    /// The checkpoint's name of the tensor that has a backbone tensor.
+    pub fn backbone_name(&self, spec: &ModelSpec, tensor: BackboneTensor) -> String {
+        let own = |part| self.parts.iter().find(|(own, _)| *own == part);
+        match tensor {
+            BackboneTensor::Layer(layer, part) if let Some((_, name)) = own(part) => {
+                format!("model.layers.{layer}.{name}")
+            }
+            BackboneTensor::Layer(layer, LayerPart::Q)
+                if spec.attention.latent.is_some_and(|latent| latent.q_rank > 0) =>
+            {
+                format!("model.layers.{layer}.self_attn.q_b_proj.weight")
+            }
+            _ => original::checkpoint_name(tensor),
+        }
+    }
+
+    /// Where a checkpoint of the model `spec` has a backbone tensor.
+    pub fn backbone(&self, spec: &ModelSpec, tensor: BackboneTensor) -> Place {
+        let (name, (rows, cols)) = (self.backbone_name(spec, tensor), tensor.shape(spec));
+        let a = &spec.attention;
+        let whole = |shape| Place { name: name.clone(), shape, part: Part::Whole };
+        match (tensor, a.latent) {
+            (BackboneTensor::Layer(_, part @ (LayerPart::KUp | LayerPart::VUp)), Some(latent)) => {
+                // Head by head: what makes a key, then what makes a value.
+                let (keys, values) = (a.head_dim - latent.rope_dim, latent.value_dim);
+                let of = keys + values;
+                let part = match part {
+                    LayerPart::KUp => Part::Columns { of, n: keys, cols: latent.kv_rank },
+                    _ => Part::Rows { of, first: keys },
+                };
+                Place { name, shape: vec![a.n_heads * of, latent.kv_rank], part }
+            }
+            _ if tensor.is_vector() => whole(vec![cols]),
+            _ => whole(vec![rows, cols]),
+        }
+    }
+
+    /// Where a checkpoint of the model `spec` has a routed expert's matrix.
+    pub fn expert(&self, spec: &ModelSpec, key: ExpertKey, projection: Projection) -> Place {
+        let (rows, cols) = projection.shape(spec);
+        let Experts { folder, names } = self.experts;
+        let (layer, expert, name) = (key.layer, key.expert, names[projection as usize]);
+        let name = format!("model.layers.{layer}.{folder}.{expert}.{name}.weight");
+        Place { name, shape: vec![rows, cols], part: Part::Whole }
+    }
 }
 
-fn expert_name(key: ExpertKey, projection: Projection) -> String {
-    format!("model.layers.{}.mlp.experts.{}.{}_proj.weight", key.layer, key.expert, projection.name())
-}
+/// What most families have; the others say what they have instead.
+const LLAMA: Family = Family {
+    model_type: "",
+    qk_norm: QkNorm::None,
+    bias: Bias::None,
+    latent: false,
+    sinks: false,
+    windows: false,
+    router: Router {
+        kind: RouterKind::Softmax,
+        bias: false,
+        correction: false,
+        norm: Norm::Key(false),
+        groups: None,
+        scale: false,
+    },
+    n_experts: &["num_local_experts", "num_experts"],
+    d_expert: "moe_intermediate_size",
+    expert: Expert::SwiGlu,
+    shared: Shared::None,
+    dense: Dense::None,
+    rope: &["linear", "yarn"],
+    rotary: Rotary::Halves,
+    kv_heads_optional: false,
+    defaults: Defaults { eps: 1e-6, theta: 10_000.0 },
+    only: &[],
+    parts: &[],
+    experts: Experts { folder: "mlp.experts", names: ["gate_proj", "up_proj", "down_proj"] },
+};
+
+/// A router by sigmoid with corrections and groups: DeepSeek-V3's.
+const SIGMOID: Router = Router {
+    kind: RouterKind::Sigmoid,
+    bias: false,
+    correction: true,
+    norm: Norm::Key(true),
+    groups: Some(GroupScore::BestTwo),
+    scale: true,
+};
 
 /// The families that this build knows.
 pub(crate) static FAMILIES: &[Family] = &[
-    // Reference: `Qwen3MoeForCausalLM` of transformers.
-    Family {
-        model_type: "qwen3_moe",
-        qk_norm: true,
-        router: RouterKind::Softmax,
-        n_experts: &["num_local_experts", "num_experts"],
-        n_shared: None,
-        dense: Dense::SparseStep,
-        rope: &["linear", "yarn"],
-        kv_heads_optional: false,
-        only: &[],
-        backbone_name: original::checkpoint_name,
-        expert_name,
-    },
+    // Reference: `Qwen3MoeForCausalLM` of transformers, as of all below of which nothing else is said.
+    Family { model_type: "qwen3_moe", qk_norm: QkNorm::Heads, dense: Dense::SparseStep, ..LLAMA },
     // DeepSeek-MoE-16B: multi-head attention, softmax router. Its own code knows linear stretching only.
     Family {
         model_type: "deepseek",
-        qk_norm: false,
-        router: RouterKind::Softmax,
         n_experts: &["n_routed_experts"],
-        n_shared: Some("n_shared_experts"),
+        shared: Shared::Count("n_shared_experts"),
         dense: Dense::FirstK,
         rope: &["linear"],
         kv_heads_optional: true,
         only: &[
             only("moe_layer_freq", is_one, "1"),
-            only("scoring_func", |v| v == "softmax", "\"softmax\""),
+            only("scoring_func", is_softmax, "\"softmax\""),
             only("topk_method", |v| v == "greedy", "\"greedy\""),
             only("n_group", is_at_most_one, "1 (no expert groups)"),
             only("topk_group", is_at_most_one, "1 (no expert groups)"),
@@ -141,7 +344,102 @@ pub(crate) static FAMILIES: &[Family] = &[
             only("q_lora_rank", is_never, "null (no latent attention)"),
             only("kv_lora_rank", is_never, "null (no latent attention)"),
         ],
-        backbone_name: original::checkpoint_name,
-        expert_name,
+        ..LLAMA
+    },
+    Family {
+        model_type: "mixtral",
+        router: Router { norm: Norm::Always, ..LLAMA.router },
+        d_expert: "intermediate_size",
+        defaults: Defaults { eps: 1e-5, theta: 1e6 },
+        only: &[only("sliding_window", is_never, "null (no sliding window)")],
+        parts: &[(LayerPart::Router, "block_sparse_moe.gate.weight")],
+        experts: Experts { folder: "block_sparse_moe.experts", names: ["w1", "w3", "w2"] },
+        ..LLAMA
+    },
+    Family {
+        model_type: "olmoe",
+        qk_norm: QkNorm::Whole,
+        d_expert: "intermediate_size",
+        kv_heads_optional: true,
+        defaults: Defaults { eps: 1e-5, ..LLAMA.defaults },
+        ..LLAMA
+    },
+    Family {
+        model_type: "qwen2_moe",
+        bias: Bias::Qkv("qkv_bias", true),
+        shared: Shared::Gated("shared_expert_intermediate_size"),
+        dense: Dense::SparseStep,
+        parts: &[
+            (LayerPart::SharedGate, "mlp.shared_expert.gate_proj.weight"),
+            (LayerPart::SharedUp, "mlp.shared_expert.up_proj.weight"),
+            (LayerPart::SharedDown, "mlp.shared_expert.down_proj.weight"),
+        ],
+        ..LLAMA
+    },
+    Family {
+        model_type: "glm4_moe",
+        qk_norm: QkNorm::Key("use_qk_norm"),
+        bias: Bias::Qkv("attention_bias", false),
+        router: SIGMOID,
+        n_experts: &["n_routed_experts"],
+        shared: Shared::Count("n_shared_experts"),
+        dense: Dense::FirstK,
+        rotary: Rotary::Partial(0.5),
+        defaults: Defaults { eps: 1e-5, ..LLAMA.defaults },
+        ..LLAMA
+    },
+    // In transformers softmax is over the chosen logits: the same as over all, divided by the chosen ones' sum.
+    Family {
+        model_type: "gpt_oss",
+        bias: Bias::All("attention_bias", true),
+        sinks: true,
+        windows: true,
+        router: Router { bias: true, norm: Norm::Always, ..LLAMA.router },
+        d_expert: "intermediate_size",
+        expert: Expert::ClampedWithBiases,
+        rope: &["yarn"],
+        defaults: Defaults { eps: 1e-5, theta: 150_000.0 },
+        parts: &[(LayerPart::Router, "mlp.router.weight"), (LayerPart::RouterBias, "mlp.router.bias")],
+        ..LLAMA
+    },
+    // transformers leaves YaRN's factor on scores out; here it is, as in the publication's own code.
+    Family {
+        model_type: "deepseek_v2",
+        latent: true,
+        router: Router { norm: Norm::Never, groups: Some(GroupScore::Best), scale: true, ..LLAMA.router },
+        n_experts: &["n_routed_experts"],
+        shared: Shared::Count("n_shared_experts"),
+        dense: Dense::FirstK,
+        rope: &["yarn"],
+        rotary: Rotary::Neighbours,
+        kv_heads_optional: true,
+        only: &[
+            only("moe_layer_freq", is_one, "1"),
+            only("scoring_func", is_softmax, "\"softmax\""),
+            only(
+                "topk_method",
+                |v| v == "greedy" || v == "group_limited_greedy",
+                "\"greedy\" or \"group_limited_greedy\"",
+            ),
+            only("norm_topk_prob", is_false, "false (its references differ)"),
+        ],
+        ..LLAMA
+    },
+    Family {
+        model_type: "deepseek_v3",
+        latent: true,
+        router: SIGMOID,
+        n_experts: &["n_routed_experts"],
+        shared: Shared::Count("n_shared_experts"),
+        dense: Dense::FirstK,
+        rope: &["yarn"],
+        rotary: Rotary::NeighboursByKey,
+        kv_heads_optional: true,
+        only: &[
+            only("moe_layer_freq", is_one, "1"),
+            only("scoring_func", |v| v == "sigmoid", "\"sigmoid\""),
+            only("topk_method", |v| v == "noaux_tc", "\"noaux_tc\""),
+        ],
+        ..LLAMA
     },
 ];

@@ -1,6 +1,6 @@
 //! Checkpoint to vault: streaming, resumable, verified.
 //!
-//! A checkpoint (safetensors, bf16, f16 or f32) is read a run of rows at a time, coded, and written to its
+//! A checkpoint (safetensors or GGUF, floats or codes) is read a run of rows at a time, coded, and written to its
 //! final place in `.NAME.partial/` beside the vault. A journal there lists the pieces that are on disk with
 //! their checksums; whoever stops the work, the next run checks those and does the others, and the bytes come
 //! out the same. Only when everything has been read back and compared does the directory get the vault's name.
@@ -21,6 +21,7 @@ mod plan;
 mod progress;
 mod sculpt;
 mod settings;
+mod source;
 pub mod synth;
 mod tokenizer;
 mod vault;

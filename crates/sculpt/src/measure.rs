@@ -17,12 +17,13 @@ use smoe_format::spec::ModelSpec;
 use smoe_format::tile::{self, ROWS};
 use smoe_format::{Backbone, BackboneTensor, Encoding, ExpertFile, Projection, Uniform, file_name, original};
 
-use crate::checkpoint::{Checkpoint, Source};
-use crate::encode::{Scratch, encode_rows};
+use crate::checkpoint::Checkpoint;
+use crate::encode::{Loss, Scratch, encode_rows};
 use crate::error::SculptError;
 use crate::plan::{Sources, kind_name, row_offset, runs};
 use crate::progress::Progress;
 use crate::settings::Settings;
+use crate::source::Source;
 use crate::vault::{read_backbone, read_head};
 use crate::verify::{original_backbone, original_spec};
 use crate::workers;
@@ -116,8 +117,8 @@ pub fn compare_codes(
     let counts = pair.walk(threads, progress, stop, |piece, buffers| {
         let Buffers { scratch, stored, .. } = buffers;
         // A weight that cannot be coded has no code to compare: every code of the run then differs.
-        let odd = encode_rows(&pair.checkpoint, &piece.source, piece.encoding, piece.rows.clone(), scratch)?;
-        if odd.is_some() {
+        let loss = encode_rows(&pair.checkpoint, &piece.source, piece.encoding, piece.rows.clone(), scratch)?;
+        if let Loss::Beyond(_) = loss {
             scratch.out.clear();
             scratch.out.extend(stored.iter().map(|byte| !byte));
         }

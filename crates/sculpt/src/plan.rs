@@ -2,7 +2,7 @@
 //! comes from, how it is coded, and where its bytes go.
 
 use std::collections::{BTreeMap, HashSet};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
 use smoe_format::backbone::{self, LayerPart};
@@ -11,11 +11,12 @@ use smoe_format::spec::{FfnKind, ModelSpec};
 use smoe_format::tile::ROWS;
 use smoe_format::{BackboneTensor, Encoding, ExpertFile, ExpertKey, Projection, file_name};
 
-use crate::checkpoint::{Checkpoint, Source};
+use crate::checkpoint::{Checkpoint, SideFile};
 use crate::config::{family_of, spec_from_config};
 use crate::error::{SculptError, Warning};
-use crate::family::Family;
+use crate::family::{Family, Place};
 use crate::settings::{Role, Settings};
+use crate::source::Source;
 use crate::tokenizer;
 use crate::workers::stopped;
 
@@ -53,22 +54,22 @@ impl Sources {
         let spec = cut(&whole, settings)?;
 
         let mut missing = Vec::new();
-        let mut find = |name: &str, shape: &[usize]| {
-            let found = checkpoint.source(name, shape)?;
+        let mut find = |place: &Place| {
+            let found = checkpoint.source(place)?;
             if found.is_none() {
-                missing.push(name.to_owned());
+                missing.push(place.name.clone());
             }
             Ok::<_, SculptError>(found)
         };
         let mut backbone = Vec::new();
         for tensor in BackboneTensor::all(&spec) {
-            // A router that is cut has its whole shape in the checkpoint.
-            let (rows, cols) = tensor.shape(&whole);
-            let shape = if tensor.is_vector() { &[cols][..] } else { &[rows, cols][..] };
-            let name =
-                if tensor == BackboneTensor::Embed { embed.clone() } else { (family.backbone_name)(tensor) };
-            if let Some(source) = find(&name, shape)? {
-                backbone.push((tensor, source));
+            // A router that is cut has its whole shape in the checkpoint; so have its biases.
+            let mut place = family.backbone(&whole, tensor);
+            if tensor == BackboneTensor::Embed {
+                place.name.clone_from(&embed);
+            }
+            if let Some(source) = find(&place)? {
+                backbone.push((tensor, Source { cols: tensor.shape(&spec).1, ..source }));
             }
         }
         let mut experts = Vec::new();
@@ -77,8 +78,7 @@ impl Sources {
                 let key = ExpertKey { layer: layer as u32, expert: expert as u32 };
                 let mut found = Vec::with_capacity(3);
                 for projection in Projection::ALL {
-                    let (rows, cols) = projection.shape(&spec);
-                    found.extend(find(&(family.expert_name)(key, projection), &[rows, cols])?);
+                    found.extend(find(&family.expert(&whole, key, projection))?);
                 }
                 if let [gate, up, down] = found[..] {
                     experts.push((key, [gate, up, down]));
@@ -96,17 +96,12 @@ impl Sources {
             });
         }
         warnings.extend(extra_tensors(checkpoint, family, &whole));
-        warnings.extend(tokenizer::check(checkpoint.dir(), whole.vocab_size));
-        let more = "additional_chat_templates";
-        if checkpoint.dir().join(more).is_dir() {
-            warnings.push(Warning::LeftOut { name: more.to_owned() });
-        }
         Ok(Self { spec, family, backbone, experts, warnings })
     }
 
     /// The checkpoint's name of a backbone tensor.
     pub fn backbone_name(&self, tensor: BackboneTensor) -> String {
-        (self.family.backbone_name)(tensor)
+        self.family.backbone_name(&self.spec, tensor)
     }
 }
 
@@ -118,8 +113,8 @@ fn decide_head(
     warnings: &mut Vec<Warning>,
     stop: &AtomicBool,
 ) -> Result<String, SculptError> {
-    let embed = (family.backbone_name)(BackboneTensor::Embed);
-    let head = (family.backbone_name)(BackboneTensor::Head);
+    let embed = family.backbone_name(spec, BackboneTensor::Embed);
+    let head = family.backbone_name(spec, BackboneTensor::Head);
     match (spec.tied_head, checkpoint.has(&head)) {
         // The reference would put a random head here.
         (false, false) => Err(SculptError::MissingHead { tensor: head }),
@@ -129,8 +124,8 @@ fn decide_head(
             Ok(head)
         }
         (true, true) => {
-            let shape = [spec.vocab_size, spec.d_model];
-            let sources = (checkpoint.source(&embed, &shape)?, checkpoint.source(&head, &shape)?);
+            let source = |tensor| checkpoint.source(&family.backbone(spec, tensor));
+            let sources = (source(BackboneTensor::Embed)?, source(BackboneTensor::Head)?);
             let (Some(a), Some(b)) = sources else { return Ok(embed) };
             spec.tied_head = equal(checkpoint, &a, &b, spec.vocab_size, stop)?;
             warnings.push(if spec.tied_head {
@@ -172,9 +167,15 @@ fn cut(whole: &ModelSpec, settings: &Settings) -> Result<ModelSpec, SculptError>
     };
     if let Some(n) = settings.max_layers {
         spec.layers.truncate(n);
+        spec.windows.truncate(n);
         if !spec.layers.contains(&FfnKind::Moe) {
             return bad("--max-layers", n, "leaves no layer with experts".to_owned());
         }
+    }
+    if let Some(n) = settings.max_experts.filter(|&n| n < spec.moe.n_experts)
+        && spec.moe.groups.is_some()
+    {
+        return bad("--max-experts", n, "must be all: a token's experts come from groups of them".to_owned());
     }
     if let Some(n) = settings.max_experts {
         spec.moe.n_experts = spec.moe.n_experts.min(n);
@@ -187,12 +188,12 @@ fn cut(whole: &ModelSpec, settings: &Settings) -> Result<ModelSpec, SculptError>
 
 fn extra_tensors(checkpoint: &Checkpoint, family: &Family, spec: &ModelSpec) -> Option<Warning> {
     let mut known: HashSet<String> =
-        BackboneTensor::all(spec).into_iter().map(family.backbone_name).collect();
-    known.insert((family.backbone_name)(BackboneTensor::Head));
+        BackboneTensor::all(spec).into_iter().map(|tensor| family.backbone_name(spec, tensor)).collect();
+    known.insert(family.backbone_name(spec, BackboneTensor::Head));
     for layer in spec.moe_layers() {
         for expert in 0..spec.moe.n_experts as u32 {
             let key = ExpertKey { layer: layer as u32, expert };
-            known.extend(Projection::ALL.map(|projection| (family.expert_name)(key, projection)));
+            known.extend(Projection::ALL.map(|projection| family.expert(spec, key, projection).name));
         }
     }
     // Old checkpoints carry RoPE's frequencies; the reference computes them too.
@@ -357,21 +358,25 @@ pub(crate) struct Plan {
     /// Checksums still zero.
     pub experts: ExpertFile,
     pub backbone: BackboneLayout,
-    /// Name, path in the checkpoint, length.
-    pub side_files: Vec<(&'static str, PathBuf, u64)>,
+    pub side_files: Vec<SideFile>,
 }
 
 impl Plan {
     pub fn new(checkpoint: &Checkpoint, settings: &Settings, stop: &AtomicBool) -> Result<Self, SculptError> {
         settings.validate()?;
-        let sources = Sources::find(checkpoint, settings, stop)?;
+        let mut sources = Sources::find(checkpoint, settings, stop)?;
         let provenance =
             Provenance { fingerprint: checkpoint.fingerprint()?, settings: settings.canonical() };
         let tensors = sources.backbone.iter().map(|&(tensor, source)| (tensor, source, source.encoding));
         let backbone = BackboneLayout::new(&sources.spec, settings, tensors)?;
         let side_files = checkpoint.side_files()?;
+        sources.warnings.extend(tokenizer::check(&side_files, sources.spec.vocab_size));
+        let more = "additional_chat_templates";
+        if checkpoint.tokenizer_dir().is_some_and(|dir| dir.join(more).is_dir()) {
+            sources.warnings.push(Warning::LeftOut { name: more.to_owned() });
+        }
         let mut files = vec![FileEntry::new(file_name::BACKBONE, backbone.file_len, 0)];
-        files.extend(side_files.iter().map(|(name, _, len)| FileEntry::new(name, *len, 0)));
+        files.extend(side_files.iter().map(|side| FileEntry::new(side.name, side.len(), 0)));
         let manifest = Manifest { spec: sources.spec.clone(), source: provenance.clone(), files };
         let mut encodings = BTreeMap::new();
         for layer in sources.spec.moe_layers() {
@@ -392,7 +397,7 @@ impl Plan {
     pub fn total_bytes(&self) -> u64 {
         self.experts.file_len
             + self.backbone.file_len
-            + self.side_files.iter().map(|(_, _, len)| len).sum::<u64>()
+            + self.side_files.iter().map(SideFile::len).sum::<u64>()
     }
 
     /// Every piece of work, in the order in which it is done.

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::fs::{self, File};
-use std::io::{Read as _, Write as _};
+use std::io::Write as _;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
@@ -10,9 +10,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use smoe_format::expert_file::{Architecture, FileEntry, Provenance};
 use smoe_format::spec::{FfnKind, ModelSpec};
-use smoe_format::{BackboneTensor, ExpertFile, file_name};
+use smoe_format::{BackboneTensor, Encoding, ExpertFile, Projection, file_name};
 
-use crate::checkpoint::Checkpoint;
+use crate::checkpoint::{Checkpoint, SideFile};
 use crate::encode::{Scratch, item_crc, write_item};
 use crate::error::{SculptError, Warning};
 use crate::journal::{self, Journal};
@@ -20,6 +20,7 @@ use crate::partial::{Found, JOURNAL, Ledger, Partial, differs, hidden, remove_va
 use crate::plan::{Item, Plan, parent_of, worker_bytes};
 use crate::progress::Progress;
 use crate::settings::Settings;
+use crate::source::Source;
 use crate::vault::{self, Existing};
 use crate::{verify, workers};
 
@@ -57,8 +58,10 @@ pub fn sculpt(
     settings.validate()?;
     let vault = &place(vault)?;
     progress.phase("reading headers");
-    let checkpoint = Checkpoint::open(checkpoint)?;
+    let checkpoint = Checkpoint::open_with(checkpoint, settings.tokenizer.as_deref())?;
+    let settings = &settings.settled(checkpoint.is_coded());
     let plan = Plan::new(&checkpoint, settings, cancel)?;
+    refuse_loss(&plan, settings)?;
     for warning in &plan.sources.warnings {
         progress.warn(&warning.to_string());
     }
@@ -107,6 +110,32 @@ pub fn sculpt(
     partial.sync()?;
     give_name(&partial, vault, progress)?;
     Ok(Outcome::Created)
+}
+
+/// Refuses a tensor of a kind whose scales no encoding of a vault holds, before any work is done. The others are
+/// looked at when they are encoded, group by group.
+fn refuse_loss(plan: &Plan, settings: &Settings) -> Result<(), SculptError> {
+    if !settings.lossless {
+        return Ok(());
+    }
+    let sources = &plan.sources;
+    let what = "its scales are products, which have more bits than an f16";
+    let refuse = |source: &Source, kept: Encoding, tensor: &dyn Fn() -> String| {
+        if kept != Encoding::F32 && !source.form.may_be_exact() {
+            return Err(SculptError::Lossy { tensor: tensor(), form: source.form.name(), what });
+        }
+        Ok(())
+    };
+    for t in &plan.backbone.tensors {
+        refuse(&t.source, t.encoding, &|| sources.backbone_name(t.tensor))?;
+    }
+    for (key, tensors) in &sources.experts {
+        let table = plan.experts.table(key.layer).expect("every record's layer has a table");
+        for ((source, entry), projection) in tensors.iter().zip(&table.tensors).zip(Projection::ALL) {
+            refuse(source, entry.encoding, &|| sources.family.expert(&sources.spec, *key, projection).name)?;
+        }
+    }
+    Ok(())
 }
 
 /// Where the vault really goes: links are followed, so that the work lies on its disk and a replaced vault
@@ -257,7 +286,8 @@ impl Work<'_> {
         let todo: Vec<usize> = (0..items.len()).filter(|&i| crcs[i].get().is_none()).collect();
         let encoded = workers::for_each(workers, todo.len(), self.cancel, |n, scratch: &mut Scratch| {
             let (i, item) = (todo[n], items[todo[n]]);
-            let crc = write_item(self.checkpoint, plan, item, data.of(item), scratch)?;
+            let lossless = self.settings.lossless;
+            let crc = write_item(self.checkpoint, plan, item, data.of(item), lossless, scratch)?;
             ledger.finished(&plan.item_name(item), crc, bytes(i))?;
             _ = crcs[i].set(crc);
             done.fetch_add(bytes(i), Ordering::Relaxed);
@@ -276,7 +306,7 @@ impl Work<'_> {
     }
 
     fn check_space(&self, items: u64) -> Result<(), SculptError> {
-        let side: u64 = self.plan.side_files.iter().map(|(_, _, len)| len).sum();
+        let side: u64 = self.plan.side_files.iter().map(SideFile::len).sum();
         let heads = self.plan.experts.data_offset + self.plan.backbone.header.len() as u64;
         check_space(&self.partial.dir, items + side + heads)
     }
@@ -297,8 +327,8 @@ impl Work<'_> {
             }
         }
         let mut files = vec![FileEntry::new(file_name::BACKBONE, plan.backbone.file_len, backbone_crc)];
-        for (name, source, len) in &plan.side_files {
-            files.push(FileEntry::new(name, *len, self.copy(source, name, *len)?));
+        for side in &plan.side_files {
+            files.push(FileEntry::new(side.name, side.len(), self.copy(side)?));
         }
         let Architecture::Manifest(manifest) = &mut experts.architecture else {
             unreachable!("plans are of version 3")
@@ -309,15 +339,9 @@ impl Work<'_> {
     }
 
     /// Copies a side file; returns the checksum of what was read.
-    fn copy(&self, source: &Path, name: &str, len: u64) -> Result<u32, SculptError> {
-        let mut bytes = Vec::new();
-        File::open(source)
-            .and_then(|file| file.take(len + 1).read_to_end(&mut bytes))
-            .map_err(SculptError::io("read", source))?;
-        if bytes.len() as u64 != len {
-            return Err(SculptError::Changed { path: source.to_owned() });
-        }
-        let path = self.partial.file(name);
+    fn copy(&self, side: &SideFile) -> Result<u32, SculptError> {
+        let bytes = side.read()?;
+        let path = self.partial.file(side.name);
         let mut file = File::create(&path).map_err(SculptError::io("create", &path))?;
         file.write_all(&bytes).map_err(SculptError::io("write", &path))?;
         file.sync_all().map_err(SculptError::io("write", &path))?;
@@ -455,10 +479,12 @@ pub fn dry_run(
     settings: &Settings,
     cancel: &AtomicBool,
 ) -> Result<DryRun, SculptError> {
-    let checkpoint = Checkpoint::open(checkpoint)?;
+    let checkpoint = Checkpoint::open_with(checkpoint, settings.tokenizer.as_deref())?;
+    let settings = &settings.settled(checkpoint.is_coded());
     let plan = Plan::new(&checkpoint, settings, cancel)?;
+    refuse_loss(&plan, settings)?;
     let spec = &plan.sources.spec;
-    let side_bytes = plan.side_files.iter().map(|(_, _, len)| len).sum();
+    let side_bytes = plan.side_files.iter().map(SideFile::len).sum();
     let embedding = |tensor| tensor == BackboneTensor::Embed && !spec.tied_head;
     let token_backbone_bytes =
         plan.backbone.tensors.iter().filter(|t| !embedding(t.tensor)).map(|t| t.len).sum();

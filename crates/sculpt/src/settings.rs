@@ -1,6 +1,7 @@
 //! What a caller may choose, and the one place that turns it into encodings.
 
 use std::fmt;
+use std::path::PathBuf;
 use std::str::FromStr;
 
 use smoe_format::{BackboneTensor, Encoding, Projection, Uniform, Zero};
@@ -22,6 +23,15 @@ pub struct Settings {
     pub group: usize,
     /// The backbone's matrices.
     pub backbone: BackboneBits,
+    /// Experts that the checkpoint has as codes keep them, whatever `bits` says, if the vault has an encoding
+    /// for such codes. Means nothing for floats.
+    pub keep_experts: bool,
+    /// So do the backbone's matrices.
+    pub keep_backbone: bool,
+    /// Refuse what would not be kept to the bit. Needs 16 bits and an uncoded backbone.
+    pub lossless: bool,
+    /// Where tokenizer and templates are, if not beside the weights or in them.
+    pub tokenizer: Option<PathBuf>,
     /// Keep only the first layers.
     pub max_layers: Option<usize>,
     /// Keep only the first experts of each layer.
@@ -38,6 +48,10 @@ impl Default for Settings {
             bits: 4,
             group: 64,
             backbone: BackboneBits::Q8,
+            keep_experts: true,
+            keep_backbone: true,
+            lossless: false,
+            tokenizer: None,
             max_layers: None,
             max_experts: None,
             threads: None,
@@ -121,6 +135,14 @@ impl Settings {
         if !matches!(self.group, 32 | 64 | 128) {
             return bad("--group", self.group, "must be 32, 64 or 128");
         }
+        if self.lossless && self.bits != 16 {
+            return bad("--bits", usize::from(self.bits), "must be 16, or not given, with --lossless");
+        }
+        if self.lossless && self.backbone != BackboneBits::Bf16 {
+            let (found, expected) =
+                (self.backbone.to_string(), "must be bf16, or not given, with --lossless");
+            return Err(SculptError::Setting { flag: "--backbone", found, expected: expected.to_owned() });
+        }
         for (flag, value) in [
             ("--max-layers", self.max_layers),
             ("--max-experts", self.max_experts),
@@ -145,18 +167,32 @@ impl Settings {
             coded => format!("{coded}/{BACKBONE_GROUP}"),
         };
         let cut = |limit: Option<usize>| limit.map_or_else(|| "all".to_owned(), |n| n.to_string());
+        let recoded = match (self.keep_experts, self.keep_backbone) {
+            (true, true) => "",
+            (true, false) => " recoded=backbone",
+            (false, true) => " recoded=experts",
+            (false, false) => " recoded=all",
+        };
         format!(
-            "codec={CODEC} {experts} backbone={backbone} max-layers={} max-experts={}",
+            "codec={CODEC} {experts} backbone={backbone} max-layers={} max-experts={}{recoded}",
             cut(self.max_layers),
             cut(self.max_experts)
         )
+    }
+
+    /// The same for a checkpoint of floats, where there are no codes to keep: one name for equal vaults.
+    pub(crate) fn settled(&self, coded: bool) -> Self {
+        let mut settled = self.clone();
+        if !coded {
+            (settled.keep_experts, settled.keep_backbone) = (true, true);
+        }
+        settled
     }
 
     /// The encoding of a tensor whose checkpoint type is `source`: the only place that decides it.
     pub(crate) fn encoding(&self, role: Role, source: Encoding) -> Encoding {
         let (bits, group) = match role {
             Role::Expert { .. } => (self.bits, self.group),
-            Role::Backbone(tensor) if !tensor.may_be_coded() => (16, BACKBONE_GROUP),
             Role::Backbone(_) => {
                 let bits = match self.backbone {
                     BackboneBits::Bf16 => 16,
@@ -168,6 +204,16 @@ impl Settings {
                 (bits, BACKBONE_GROUP)
             }
         };
+        let keep = match role {
+            Role::Expert { .. } => self.keep_experts,
+            Role::Backbone(tensor) if !tensor.may_be_coded() => {
+                return if source.is_float() { source } else { Encoding::F32 };
+            }
+            Role::Backbone(_) => self.keep_backbone,
+        };
+        if keep && !source.is_float() {
+            return source;
+        }
         // Only 16 names no code, and keeps the source.
         Uniform::new(bits, group, Zero::Symmetric).map_or(source, Encoding::Uniform)
     }

@@ -13,15 +13,17 @@
 //! | `synth/shape.rs` | shapes of published models |
 //! | `synth/routing.rs` | from wanted statistics to the embedding's mixture |
 //! | `synth/stream.rs` | tokens to measure with |
+//! | `synth/text.rs` | another model's tokenizer and templates |
 //! | `synth/random.rs` | random numbers and tensors |
 
 mod random;
 mod routing;
 mod shape;
 mod stream;
+mod text;
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -38,6 +40,7 @@ use self::routing::{Mixture, Router, TOKENS};
 pub use self::shape::Shape;
 pub use self::stream::token_stream;
 use self::stream::{TOPICS, topic_width};
+use self::text::Text;
 use crate::encode::{Scratch, Writer};
 use crate::error::SculptError;
 use crate::partial::{JOURNAL, Partial};
@@ -70,6 +73,9 @@ pub struct SynthOptions {
     pub seed: u64,
     /// What routing is to be like on a [`token_stream`].
     pub routing: RoutingStats,
+    /// A vault or a checkpoint whose tokenizer, templates and generation settings come along; the vocabulary is then
+    /// its tokenizer's.
+    pub text: Option<PathBuf>,
 }
 
 impl Default for SynthOptions {
@@ -79,6 +85,7 @@ impl Default for SynthOptions {
             unique_layers: None,
             seed: 0,
             routing: RoutingStats { overlap: 0.46, skew: 0.3 },
+            text: None,
         }
     }
 }
@@ -225,6 +232,7 @@ struct Plan {
     unique_layers: usize,
     experts: ExpertFile,
     backbone: BackboneLayout<()>,
+    text: Option<Text>,
 }
 
 impl Plan {
@@ -237,7 +245,11 @@ impl Plan {
                 return Err(SculptError::Setting { flag, found: value.to_string(), expected });
             }
         }
-        let spec = shape.spec.clone();
+        let mut spec = shape.spec.clone();
+        let text = options.text.as_deref().map(Text::read).transpose()?;
+        if let Some(text) = &text {
+            spec.vocab_size = text.vocab_size;
+        }
         let n_moe = spec.moe_layers().count();
         let unique_layers = options.unique_layers.unwrap_or(n_moe).min(n_moe);
         if unique_layers == 0 {
@@ -246,9 +258,10 @@ impl Plan {
         }
         let router = Router::of(&spec);
         let mixture = router.solve(*routing);
-        let text = serde_json::to_vec(&spec).unwrap_or_default();
-        let digest: String = Sha256::digest(&text).iter().take(6).map(|byte| format!("{byte:02x}")).collect();
-        let settings_line = format!(
+        let described = serde_json::to_vec(&spec).unwrap_or_default();
+        let digest: String =
+            Sha256::digest(&described).iter().take(6).map(|byte| format!("{byte:02x}")).collect();
+        let mut settings_line = format!(
             "recipe={RECIPE} like={} spec={digest} layers={} unique-layers={unique_layers} seed={seed} \
              experts={} backbone={} overlap={} skew={} a={:.5} b={:.5}",
             shape.name,
@@ -260,10 +273,13 @@ impl Plan {
             mixture.a,
             mixture.b,
         );
+        if let Some(text) = &text {
+            settings_line += &format!(" text={}", text.digest);
+        }
         let provenance = Provenance { fingerprint: FINGERPRINT.to_owned(), settings: settings_line };
         let tensors = BackboneTensor::all(&spec).into_iter().map(|tensor| (tensor, (), Encoding::Bf16));
         let backbone = BackboneLayout::new(&spec, settings, tensors)?;
-        let files = vec![FileEntry::new(file_name::BACKBONE, backbone.file_len, 0)];
+        let files = entries(backbone.file_len, 0, text.as_ref());
         let manifest = Manifest { spec: spec.clone(), source: provenance.clone(), files };
         let encoding = expert_encoding(settings);
         let experts = ExpertFile::plan_shared(manifest, |_| [encoding; 3], unique_layers)?;
@@ -277,11 +293,13 @@ impl Plan {
             unique_layers,
             experts,
             backbone,
+            text,
         })
     }
 
     fn bytes(&self) -> u64 {
-        self.experts.file_len + self.backbone.file_len
+        let text = self.text.iter().flat_map(|text| &text.files).map(|(_, bytes)| bytes.len() as u64);
+        self.experts.file_len + self.backbone.file_len + text.sum::<u64>()
     }
 
     fn synthesis(&self, outcome: Outcome) -> Synthesis {
@@ -365,7 +383,10 @@ impl Plan {
                 Some(crc32c::crc32c_combine(record_crc_start(record.key), crc, record.len as usize));
         }
         if let Architecture::Manifest(manifest) = &mut experts.architecture {
-            manifest.files = vec![FileEntry::new(file_name::BACKBONE, self.backbone.file_len, backbone_crc)];
+            manifest.files = entries(self.backbone.file_len, backbone_crc, self.text.as_ref());
+        }
+        if let Some(text) = &self.text {
+            text.write(&partial.dir, progress)?;
         }
         data.write_heads(&self.backbone.header, &experts)?;
         partial.sync()
@@ -415,8 +436,9 @@ impl Plan {
     /// Writes a run of a backbone tensor into `scratch.out`.
     fn fill_run(&self, tensor: usize, run: usize, embedding: &Embedding, scratch: &mut Scratch) {
         use LayerPart::{
-            AttnNorm, Down, FfnNorm, Gate, K, KNorm, O, Q, QNorm, Router, SharedDown, SharedGate, SharedUp,
-            Up, V,
+            AttnNorm, Correction, Down, ExpertDownBias, ExpertGateBias, ExpertUpBias, FfnNorm, Gate, K,
+            KBias, KNorm, KUp, KvDown, KvDownNorm, O, OBias, Q, QBias, QDown, QDownNorm, QNorm, Router,
+            RouterBias, SharedDown, SharedGate, SharedScale, SharedUp, Sinks, Up, V, VBias, VUp,
         };
         let t = &self.backbone.tensors[tensor];
         let rows = runs(t.rows, t.cols).nth(run).expect("items are made from runs");
@@ -424,9 +446,15 @@ impl Plan {
         let len = t.encoding.tensor_bytes(rows.len(), t.cols).expect("less than the tensor");
         scratch.out.resize(len, 0);
         let deviation = match t.tensor {
-            BackboneTensor::FinalNorm | BackboneTensor::Layer(_, AttnNorm | FfnNorm | QNorm | KNorm) => {
+            BackboneTensor::FinalNorm
+            | BackboneTensor::Layer(_, AttnNorm | FfnNorm | QNorm | KNorm | QDownNorm | KvDownNorm) => {
                 return constant(1.0, t.cols, &mut scratch.out);
             }
+            BackboneTensor::Layer(
+                _,
+                QBias | KBias | VBias | OBias | Sinks | RouterBias | Correction | SharedScale
+                | ExpertGateBias | ExpertUpBias | ExpertDownBias,
+            ) => return scratch.out.fill(0),
             BackboneTensor::Embed => {
                 scratch.values.resize(rows.len() * t.cols, 0.0);
                 for (token, row) in rows.zip(scratch.values.chunks_exact_mut(t.cols)) {
@@ -440,14 +468,27 @@ impl Plan {
                 scratch.values.extend((0..rows.len() * t.cols).map(|_| deviation * random.weight()));
                 return t.encoding.encode(&scratch.values, t.cols, &mut scratch.out);
             }
-            BackboneTensor::Head | BackboneTensor::Layer(_, Q | K | V) => 1.0 / (t.cols as f32).sqrt(),
+            BackboneTensor::Head | BackboneTensor::Layer(_, Q | K | V | QDown | KvDown | KUp | VUp) => {
+                1.0 / (t.cols as f32).sqrt()
+            }
             BackboneTensor::Layer(_, O) => self.added() / (t.cols as f32).sqrt(),
             BackboneTensor::Layer(_, Gate | SharedGate) => self.deviation(Projection::Gate, t.rows),
             BackboneTensor::Layer(_, Up | SharedUp) => self.deviation(Projection::Up, t.rows),
             BackboneTensor::Layer(_, Down | SharedDown) => self.deviation(Projection::Down, t.cols),
         };
         random.rows(t.encoding, rows.len(), t.cols, deviation, &mut scratch.out);
+        if let (BackboneTensor::Head, Some(text)) = (t.tensor, &self.text) {
+            text.mute(t.encoding, rows.start, rows.len(), t.cols, &mut scratch.out);
+        }
     }
+}
+
+/// The files that a vault lists besides its experts.
+fn entries(backbone_len: u64, backbone_crc: u32, text: Option<&Text>) -> Vec<FileEntry> {
+    let mut entries = vec![FileEntry::new(file_name::BACKBONE, backbone_len, backbone_crc)];
+    let side = text.iter().flat_map(|text| &text.files);
+    entries.extend(side.map(|(name, bytes)| FileEntry::new(name, bytes.len() as u64, crc32c::crc32c(bytes))));
+    entries
 }
 
 /// The encoding of the experts.

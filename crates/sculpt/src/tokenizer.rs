@@ -1,11 +1,11 @@
 //! Counts the ids of a `tokenizer.json`, without keeping its text.
 
 use std::fmt;
-use std::path::Path;
 
 use serde::Deserialize;
 use serde::de::{Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
+use crate::checkpoint::SideFile;
 use crate::error::Warning;
 
 #[derive(Deserialize)]
@@ -61,8 +61,8 @@ impl<'de> Deserialize<'de> for Ids {
 }
 
 /// Compares the tokenizer, if there is one, with the embedding's rows.
-pub(crate) fn check(dir: &Path, rows: usize) -> Option<Warning> {
-    let bytes = std::fs::read(dir.join("tokenizer.json")).ok()?;
+pub(crate) fn check(side_files: &[SideFile], rows: usize) -> Option<Warning> {
+    let bytes = side_files.iter().find(|side| side.name == "tokenizer.json")?.read().ok()?;
     let tokenizer: Tokenizer = match serde_json::from_slice(&bytes) {
         Ok(tokenizer) => tokenizer,
         Err(e) => return Some(Warning::Tokenizer { what: e.to_string() }),

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use serde_json::json;
-use smoe_format::{ExpertFile, file_name};
+use smoe_format::{BackboneTensor, ExpertFile, file_name};
 use smoe_sculpt::synth::RoutingStats;
 use smoe_sculpt::{
     BackboneBits, Damage, Outcome, Progress, SculptError, Settings, Shape, SynthOptions, Synthesis,
@@ -293,4 +293,78 @@ fn heads_of_layers_that_share_read_back() {
     make(&shape, &vault, &options).unwrap();
     let head = read_head(&vault).unwrap();
     assert_eq!(ExpertFile::parse(&head.head_bytes(), head.file_len).unwrap(), head);
+}
+
+/// A tokenizer of 300 tokens, three of them special, and a gap of two ids before the last.
+fn text(dir: &Path, name: &str) -> std::path::PathBuf {
+    let dir = dir.join(name);
+    fs::create_dir(&dir).unwrap();
+    let vocab: serde_json::Map<_, _> = (0..290).map(|id| (format!("t{id}"), json!(id))).collect();
+    let added =
+        [(290, true), (291, false), (292, true), (293, false), (294, false), (297, true), (299, false)];
+    let added =
+        added.map(|(id, special)| json!({"id": id, "special": special, "content": format!("<{id}>")}));
+    let tokenizer = json!({"model": {"type": "BPE", "vocab": vocab}, "added_tokens": added});
+    fs::write(dir.join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    fs::write(dir.join("generation_config.json"), r#"{"top_k": 5}"#).unwrap();
+    fs::write(dir.join("chat_template.jinja"), name).unwrap();
+    fs::write(dir.join("config.json"), r#"{"model_type": "another"}"#).unwrap();
+    dir
+}
+
+#[test]
+fn a_text_comes_along_and_its_tokenizer_says_what_can_be_said() {
+    let dir = TempDir::new().unwrap();
+    let shape = shape(dir.path());
+    let (one, other) = (text(dir.path(), "one"), text(dir.path(), "other"));
+    for backbone in [BackboneBits::Q4, BackboneBits::Q5, BackboneBits::Q8, BackboneBits::Bf16] {
+        let vault = dir.path().join(format!("{backbone}"));
+        let with = |text: &Path| SynthOptions { text: Some(text.to_owned()), ..options(4, backbone) };
+        let made = make(&shape, &vault, &with(&one)).unwrap();
+        assert_whole(&vault);
+        assert_eq!(made.spec.vocab_size, 300);
+        for name in ["tokenizer.json", "generation_config.json", "chat_template.jinja"] {
+            assert_eq!(fs::read(vault.join(name)).unwrap(), fs::read(one.join(name)).unwrap());
+        }
+        assert!(!vault.join("config.json").exists(), "the shape is not that model's");
+        let sizes: u64 = common::files(&vault).values().map(|bytes| bytes.len() as u64).sum();
+        assert_eq!(made.bytes, sizes);
+
+        let read = common::Vault::open(&vault);
+        let (encoding, head) = read.backbone_tensor(&BackboneTensor::Head.to_string());
+        let mut row = vec![0.0; made.spec.d_model];
+        let silent: Vec<usize> = (0..300)
+            .filter(|&id| {
+                encoding.decode_row(head, row.len(), id, &mut row);
+                row.iter().all(|weight| *weight == 0.0)
+            })
+            .collect();
+        assert_eq!(silent, [290, 292, 295, 296, 297, 298], "{backbone}");
+
+        assert_eq!(make(&shape, &vault, &with(&one)).unwrap().outcome, Outcome::AlreadyComplete);
+        assert!(matches!(make(&shape, &vault, &with(&other)), Err(SculptError::OtherVault { .. })));
+    }
+}
+
+#[test]
+fn a_text_that_is_none_is_refused() {
+    let dir = TempDir::new().unwrap();
+    let shape = shape(dir.path());
+    let text = text(dir.path(), "text");
+    let make = || {
+        let options = SynthOptions { text: Some(text.clone()), ..options(4, BackboneBits::Q8) };
+        make(&shape, &dir.path().join("v"), &options).unwrap_err()
+    };
+    for tokenizer in [
+        "[",
+        "{}",
+        r#"{"model": {"vocab": {"a": 1e30}}}"#,
+        r#"{"model": {"vocab": {"a": 1152921504606846976}}}"#,
+    ] {
+        fs::write(text.join("tokenizer.json"), tokenizer).unwrap();
+        assert!(matches!(make(), SculptError::Json { .. }), "{tokenizer}");
+    }
+    fs::remove_file(text.join("tokenizer.json")).unwrap();
+    assert!(matches!(make(), SculptError::Setting { flag: "--text", .. }));
+    assert_eq!(entries(dir.path()), ["config.json", "text"]);
 }

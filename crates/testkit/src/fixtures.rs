@@ -5,7 +5,10 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use smoe_format::ModelSpec;
-use smoe_format::spec::{AttentionSpec, FfnKind, MoeSpec, RopeScaling, RopeSpec, RouterKind};
+use smoe_format::spec::{
+    Activation, AttentionSpec, FfnKind, GroupScore, GroupSpec, LatentSpec, MoeSpec, RopeScaling, RopeSpec,
+    RouterKind,
+};
 
 /// The folder of shared fixtures: `$SMOE_SHARED`, else `shared` beside the repository. If it is absent, says
 /// `SKIPPED:` and what is absent on standard error, past the test harness's capture, and returns `None`.
@@ -45,9 +48,16 @@ pub fn qwen3_moe() -> ModelSpec {
         max_context: 2048,
         rms_norm_eps: 1e-6,
         tied_head: false,
-        attention: AttentionSpec { n_heads: 4, n_kv_heads: 2, head_dim: 32, qk_norm: true },
-        rope: RopeSpec { theta: 1e6, scaling: RopeScaling::None },
+        attention: AttentionSpec {
+            n_heads: 4,
+            n_kv_heads: 2,
+            head_dim: 32,
+            qk_norm: true,
+            ..Default::default()
+        },
+        rope: RopeSpec { theta: 1e6, ..Default::default() },
         layers: vec![FfnKind::Moe; 3],
+        windows: Vec::new(),
         moe: MoeSpec {
             n_experts: 8,
             top_k: 2,
@@ -55,6 +65,7 @@ pub fn qwen3_moe() -> ModelSpec {
             router: RouterKind::Softmax,
             norm_topk: true,
             d_shared: 0,
+            ..Default::default()
         },
     }
 }
@@ -64,7 +75,7 @@ pub fn qwen3_moe() -> ModelSpec {
 pub fn qwen3_moe_tied() -> ModelSpec {
     ModelSpec {
         tied_head: true,
-        rope: RopeSpec { theta: 5e6, scaling: yarn(4.0, 512) },
+        rope: RopeSpec { theta: 5e6, scaling: yarn(4.0, 512), ..Default::default() },
         layers: vec![FfnKind::Moe, FfnKind::Dense(128), FfnKind::Moe],
         ..qwen3_moe()
     }
@@ -75,11 +86,127 @@ pub fn qwen3_moe_tied() -> ModelSpec {
 pub fn deepseek() -> ModelSpec {
     ModelSpec {
         model_type: "deepseek".to_owned(),
-        attention: AttentionSpec { n_heads: 4, n_kv_heads: 4, head_dim: 16, qk_norm: false },
-        rope: RopeSpec { theta: 1e4, scaling: RopeScaling::None },
+        attention: AttentionSpec {
+            n_heads: 4,
+            n_kv_heads: 4,
+            head_dim: 16,
+            qk_norm: false,
+            ..Default::default()
+        },
+        rope: RopeSpec { theta: 1e4, ..Default::default() },
         layers: vec![FfnKind::Dense(128), FfnKind::Moe, FfnKind::Moe],
         moe: MoeSpec { norm_topk: false, d_shared: 128, ..qwen3_moe().moe },
         ..qwen3_moe()
+    }
+}
+
+/// `fixtures/mixtral`: nothing but grouped queries, and normalised top-k.
+#[must_use]
+pub fn mixtral() -> ModelSpec {
+    let base = qwen3_moe();
+    ModelSpec {
+        model_type: "mixtral".to_owned(),
+        attention: AttentionSpec { qk_norm: false, ..base.attention },
+        moe: MoeSpec { n_experts: 4, ..base.moe },
+        ..base
+    }
+}
+
+/// `fixtures/olmoe`: QK-norm over all heads as one, a key for every query.
+#[must_use]
+pub fn olmoe() -> ModelSpec {
+    let base = qwen3_moe();
+    ModelSpec {
+        model_type: "olmoe".to_owned(),
+        attention: AttentionSpec { n_kv_heads: 4, head_dim: 16, qk_norm_whole: true, ..base.attention },
+        rope: RopeSpec { theta: 1e4, ..base.rope },
+        moe: MoeSpec { norm_topk: false, ..base.moe },
+        ..base
+    }
+}
+
+/// `fixtures/qwen2_moe`: biases of queries, keys and values, a shared expert with a gate.
+#[must_use]
+pub fn qwen2_moe() -> ModelSpec {
+    let base = qwen3_moe();
+    ModelSpec {
+        model_type: "qwen2_moe".to_owned(),
+        attention: AttentionSpec { head_dim: 16, qk_norm: false, qkv_bias: true, ..base.attention },
+        moe: MoeSpec { norm_topk: false, d_shared: 128, shared_gate: true, ..base.moe },
+        ..base
+    }
+}
+
+/// `fixtures/glm4_moe`: half of each head rotated, biases, a router by sigmoid with corrections.
+#[must_use]
+pub fn glm4_moe() -> ModelSpec {
+    let base = qwen3_moe();
+    ModelSpec {
+        model_type: "glm4_moe".to_owned(),
+        attention: AttentionSpec { qkv_bias: true, ..base.attention },
+        rope: RopeSpec { theta: 1e4, dim: Some(16), ..base.rope },
+        layers: deepseek().layers,
+        moe: MoeSpec { router: RouterKind::Sigmoid, correction_bias: true, d_shared: 64, ..base.moe },
+        ..base
+    }
+}
+
+/// `fixtures/gpt_oss`: sinks, windows by turns, biases everywhere, a clamped SwiGLU, YaRN that is not truncated.
+#[must_use]
+pub fn gpt_oss() -> ModelSpec {
+    let base = qwen3_moe();
+    let mut scaling = yarn(32.0, 64);
+    if let RopeScaling::Yarn { truncate, .. } = &mut scaling {
+        *truncate = false;
+    }
+    ModelSpec {
+        model_type: "gpt_oss".to_owned(),
+        attention: AttentionSpec {
+            qk_norm: false,
+            qkv_bias: true,
+            o_bias: true,
+            sinks: true,
+            ..base.attention
+        },
+        rope: RopeSpec { theta: 150_000.0, scaling, ..base.rope },
+        windows: vec![16, 0, 16],
+        moe: MoeSpec {
+            router_bias: true,
+            expert_bias: true,
+            activation: Activation::ClampedSwiglu { alpha: 1.702, limit: 7.0 },
+            ..base.moe
+        },
+        ..base
+    }
+}
+
+/// `fixtures/deepseek_v2`: latent attention, neighbours rotated, two shared experts.
+#[must_use]
+pub fn deepseek_v2() -> ModelSpec {
+    let base = deepseek();
+    let latent = LatentSpec { q_rank: 0, kv_rank: 64, rope_dim: 32, value_dim: 32, norm_eps: 1e-6 };
+    ModelSpec {
+        model_type: "deepseek_v2".to_owned(),
+        attention: AttentionSpec { n_kv_heads: 1, head_dim: 64, latent: Some(latent), ..base.attention },
+        rope: RopeSpec { interleaved: true, ..base.rope },
+        ..base
+    }
+}
+
+/// `fixtures/deepseek_v3`: also a latent of queries, and a router by sigmoid with corrections and groups.
+#[must_use]
+pub fn deepseek_v3() -> ModelSpec {
+    let base = deepseek_v2();
+    let latent = base.attention.latent.map(|latent| LatentSpec { q_rank: 64, ..latent });
+    ModelSpec {
+        model_type: "deepseek_v3".to_owned(),
+        attention: AttentionSpec { latent, ..base.attention },
+        moe: MoeSpec {
+            groups: Some(GroupSpec { n: 4, top: 2, score: GroupScore::BestTwo }),
+            routed_scale: 2.5,
+            ..glm4_moe().moe
+        },
+        ..base
     }
 }
 
@@ -91,7 +218,13 @@ pub fn demo_model() -> ModelSpec {
         vocab_size: 8192,
         max_context: 4096,
         tied_head: true,
-        attention: AttentionSpec { n_heads: 6, n_kv_heads: 2, head_dim: 64, qk_norm: true },
+        attention: AttentionSpec {
+            n_heads: 6,
+            n_kv_heads: 2,
+            head_dim: 64,
+            qk_norm: true,
+            ..Default::default()
+        },
         layers: vec![FfnKind::Moe; 8],
         moe: MoeSpec { n_experts: 32, top_k: 4, d_expert: 128, ..qwen3_moe().moe },
         ..qwen3_moe()
@@ -117,7 +250,8 @@ mod tests {
 
     #[test]
     fn the_specs_are_valid() {
-        for spec in [qwen3_moe(), qwen3_moe_tied(), deepseek(), demo_model()] {
+        let new = [mixtral, olmoe, qwen2_moe, glm4_moe, gpt_oss, deepseek_v2, deepseek_v3].map(|spec| spec());
+        for spec in [qwen3_moe(), qwen3_moe_tied(), deepseek(), demo_model()].into_iter().chain(new) {
             spec.validate().expect("valid");
         }
     }

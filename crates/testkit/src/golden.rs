@@ -7,7 +7,7 @@ use smoe_format::ModelSpec;
 
 use crate::fixtures::shared_path;
 use crate::read;
-use crate::reference::{Step, descending};
+use crate::reference::{Step, choose};
 use crate::tolerance;
 use crate::weights::Tensors;
 
@@ -16,6 +16,8 @@ use crate::weights::Tensors;
 pub struct Golden {
     /// The fixture's name.
     pub family: String,
+    /// Of each MoE layer that has one: what is added to its scores for the choice.
+    pub corrections: Vec<Vec<f64>>,
     /// Per prompt.
     pub prompts: Vec<Prompt>,
 }
@@ -64,7 +66,14 @@ impl Golden {
                     .collect(),
             })
             .collect();
-        Self { family: json["family"].as_str().expect("a family").to_owned(), prompts }
+        let family = json["family"].as_str().expect("a family").to_owned();
+        Self { family, corrections: corrections(dir), prompts }
+    }
+
+    /// The experts that an MoE layer's logits choose, and by how much.
+    fn choose<F: Copy + Into<f64>>(&self, layer: usize, logits: &[F], spec: &ModelSpec) -> (Vec<u32>, f64) {
+        let logits: Vec<f64> = logits.iter().map(|&l| l.into()).collect();
+        choose(spec, &logits, self.corrections.get(layer).map(Vec::as_slice))
     }
 
     /// The golden of the shared fixture `family`; `None`, said aloud, where it is absent.
@@ -72,6 +81,19 @@ impl Golden {
     pub fn shared(family: &str) -> Option<Self> {
         shared_path(&format!("fixtures/{family}")).map(|dir| Self::load(&dir))
     }
+}
+
+/// The correction biases of a checkpoint, by layer.
+fn corrections(dir: &Path) -> Vec<Vec<f64>> {
+    let weights = Tensors::open(&[dir.join("model.safetensors")]);
+    let layer = |name: &str| {
+        let layer = name.strip_suffix(".mlp.gate.e_score_correction_bias")?.rsplit('.').next()?;
+        layer.parse::<usize>().ok()
+    };
+    let mut found: Vec<(usize, &str)> =
+        weights.names().filter_map(|name| layer(name).map(|layer| (layer, name))).collect();
+    found.sort_unstable();
+    found.iter().map(|(_, name)| weights.values(name).into_iter().map(f64::from).collect()).collect()
 }
 
 /// Other experts than the golden's, where the golden's choice was clear.
@@ -85,7 +107,7 @@ pub struct RouteMismatch {
     pub expected: Vec<u32>,
     /// The experts found, ascending.
     pub found: Vec<u32>,
-    /// Router logit of the golden's last chosen over its first not chosen expert.
+    /// By how much the golden chose ([`choose`]).
     pub margin: f64,
 }
 
@@ -200,8 +222,10 @@ pub fn compare<F: Copy + Into<f64>>(
         hidden: hidden.map(|hidden| largest(hidden, &prompt.hidden, |g| g.abs().max(1.0))),
         router: router.map(|router| largest(router, &prompt.router, |_| 1.0)),
         routes: router.map(|router| {
+            let rows = router.chunks(spec.moe.n_experts).enumerate();
+            let layer = |row: usize| row / prompt.tokens.len();
             let chosen: Vec<u32> =
-                router.chunks(spec.moe.n_experts).flat_map(|logits| top(logits, spec.moe.top_k).0).collect();
+                rows.flat_map(|(row, logits)| golden.choose(layer(row), logits, spec).0).collect();
             compare_routes(golden, i, &chosen, spec)
         }),
     }
@@ -218,7 +242,7 @@ pub fn compare_routes(golden: &Golden, i: usize, chosen: &[u32], spec: &ModelSpe
     assert_eq!(chosen.len(), spec.moe_layers().count() * n * k, "length of the chosen experts");
     let mut routes = Routes::default();
     for (at, (found, logits)) in chosen.chunks(k).zip(prompt.router.chunks(spec.moe.n_experts)).enumerate() {
-        let (expected, margin) = top(logits, k);
+        let (expected, margin) = golden.choose(at / n, logits, spec);
         if margin <= tolerance::ROUTER_MARGIN {
             routes.narrow += 1;
             continue;
@@ -286,16 +310,6 @@ pub fn compare_greedy(tokens: &[u32], golden: &[Step]) -> GreedyReport {
     GreedyReport { equal, of: golden.len(), differs }
 }
 
-/// The `k` largest, ascending by index, and the lead of the last of them over the next.
-fn top<F: Copy + Into<f64>>(logits: &[F], k: usize) -> (Vec<u32>, f64) {
-    let logits: Vec<f64> = logits.iter().map(|&l| l.into()).collect();
-    let order = descending(&logits);
-    let margin = order.get(k).map_or(f64::INFINITY, |&next| logits[order[k - 1]] - logits[next]);
-    let mut chosen: Vec<u32> = order[..k].iter().map(|&e| e as u32).collect();
-    chosen.sort_unstable();
-    (chosen, margin)
-}
-
 fn largest<F: Copy + Into<f64>>(found: &[F], golden: &[f32], unit: impl Fn(f64) -> f64) -> f64 {
     assert_eq!(found.len(), golden.len(), "length of what is compared");
     let mut largest = 0.0f64;
@@ -328,7 +342,7 @@ mod tests {
                 Step { token: 0, margin: 0.5 },
             ],
         };
-        (Golden { family: "small".to_owned(), prompts: vec![prompt] }, spec)
+        (Golden { family: "small".to_owned(), corrections: Vec::new(), prompts: vec![prompt] }, spec)
     }
 
     #[test]

@@ -3,12 +3,13 @@
 //! `f64` throughout; one position after the other, one dot product after the other, last term first; the
 //! whole context each time and no KV cache; experts in descending order; weights fetched anew from
 //! [`Weights`] and forgotten. Follows the published definitions of the Llama lineage: pre-norm residual
-//! blocks, RMSNorm (Zhang, Sennrich 2019), RoPE (Su et al. 2021), SwiGLU (Shazeer 2020).
+//! blocks, RMSNorm (Zhang, Sennrich 2019), RoPE (Su et al. 2021), SwiGLU (Shazeer 2020), latent attention
+//! (DeepSeek-V2, 2024) without absorption.
 
 use std::f64::consts::PI;
 
 use smoe_format::backbone::LayerPart;
-use smoe_format::spec::{FfnKind, RopeScaling, RopeSpec};
+use smoe_format::spec::{Activation, FfnKind, GroupScore, LatentSpec, RopeScaling, RopeSpec, RouterKind};
 use smoe_format::{BackboneTensor, ExpertKey, ModelSpec, Projection};
 
 use crate::weights::Weights;
@@ -57,7 +58,7 @@ pub fn forward(spec: &ModelSpec, weights: &impl Weights, tokens: &[u32]) -> Forw
 
         let norm = part(LayerPart::AttnNorm);
         let normed: Vec<_> = stream.iter().map(|x| rms_norm(x, &norm, eps)).collect();
-        let attended = attention(spec, &part, &normed);
+        let attended = attention(spec, layer as usize, &part, &normed);
         add(&mut stream, &attended);
 
         let norm = part(LayerPart::FfnNorm);
@@ -65,7 +66,7 @@ pub fn forward(spec: &ModelSpec, weights: &impl Weights, tokens: &[u32]) -> Forw
         let fed = match kind {
             FfnKind::Dense(_) => {
                 let matrices = [part(LayerPart::Gate), part(LayerPart::Up), part(LayerPart::Down)];
-                normed.iter().map(|x| swiglu(x, &matrices)).collect()
+                normed.iter().map(|x| feed_forward(x, &matrices, None, Activation::SwiGlu)).collect()
             }
             FfnKind::Moe => mixture(spec, weights, layer, &part, &normed, &mut out),
         };
@@ -114,53 +115,120 @@ pub fn greedy(spec: &ModelSpec, weights: &impl Weights, prompt: &[u32], n: usize
     steps
 }
 
-/// Attention of every position over itself and all before it.
-fn attention(spec: &ModelSpec, part: &impl Fn(LayerPart) -> Vec<f64>, inputs: &[Vec<f64>]) -> Vec<Vec<f64>> {
-    let a = &spec.attention;
-    let eps = f64::from(spec.rms_norm_eps);
-    let [wq, wk, wv, wo] = [LayerPart::Q, LayerPart::K, LayerPart::V, LayerPart::O].map(part);
-    let norms = a.qk_norm.then(|| (part(LayerPart::QNorm), part(LayerPart::KNorm)));
-    let (frequencies, factor) = rope_frequencies(&spec.rope, a.head_dim);
+/// Vectors by position and head.
+type Heads = Vec<Vec<Vec<f64>>>;
 
-    // `[position][head]` vectors of `head_dim`.
-    let heads = |w: &[f64], norm: Option<&Vec<f64>>, rotate: bool| -> Vec<Vec<Vec<f64>>> {
-        let mut all = Vec::new();
-        for (pos, x) in inputs.iter().enumerate() {
-            let mut of_position = Vec::new();
-            for head in product(w, x).chunks(a.head_dim) {
-                let mut head = norm.map_or_else(|| head.to_vec(), |norm| rms_norm(head, norm, eps));
-                if rotate {
-                    rotate_halves(&mut head, pos, &frequencies, factor);
-                }
-                of_position.push(head);
-            }
-            all.push(of_position);
-        }
-        all
+/// Attention of every position over itself and those before it that it sees.
+fn attention(
+    spec: &ModelSpec,
+    layer: usize,
+    part: &impl Fn(LayerPart) -> Vec<f64>,
+    inputs: &[Vec<f64>],
+) -> Vec<Vec<f64>> {
+    let a = &spec.attention;
+    let [queries, keys, values] = match a.latent {
+        Some(latent) => latent_heads(spec, &latent, part, inputs),
+        None => heads(spec, part, inputs),
     };
-    let queries = heads(&wq, norms.as_ref().map(|n| &n.0), true);
-    let keys = heads(&wk, norms.as_ref().map(|n| &n.1), true);
-    let values = heads(&wv, None, false);
+    let sinks = a.sinks.then(|| part(LayerPart::Sinks));
+    let (wo, bias) = (part(LayerPart::O), a.o_bias.then(|| part(LayerPart::OBias)));
+    let per_kv = a.n_heads / keys[0].len();
 
     let mut outputs = Vec::new();
     for (pos, of_position) in queries.iter().enumerate() {
+        let first = spec.window(layer).map_or(0, |window| (pos + 1).saturating_sub(window));
         let mut joined = Vec::new();
         for (head, query) in of_position.iter().enumerate() {
-            let kv_head = head / (a.n_heads / a.n_kv_heads);
-            let scores: Vec<f64> =
-                keys[..=pos].iter().map(|k| dot(query, &k[kv_head]) / (a.head_dim as f64).sqrt()).collect();
+            let kv_head = head / per_kv;
+            let mut scores: Vec<f64> = keys[first..=pos]
+                .iter()
+                .map(|k| dot(query, &k[kv_head]) / (a.head_dim as f64).sqrt() * a.score_scale)
+                .collect();
+            // A sink is one more position, whose value is nothing.
+            scores.extend(sinks.as_ref().map(|sinks| sinks[head]));
             let shares = softmax(&scores);
-            for i in 0..a.head_dim {
+            for i in 0..a.value_dim() {
                 let mut sum = 0.0;
-                for (share, value) in shares.iter().zip(&values[..=pos]).rev() {
+                for (share, value) in shares.iter().zip(&values[first..=pos]).rev() {
                     sum += share * value[kv_head][i];
                 }
                 joined.push(sum);
             }
         }
-        outputs.push(product(&wo, &joined));
+        let mut output = product(&wo, &joined);
+        plus(&mut output, bias.as_deref());
+        outputs.push(output);
     }
     outputs
+}
+
+/// Queries, keys and values that are projections.
+fn heads(spec: &ModelSpec, part: &impl Fn(LayerPart) -> Vec<f64>, inputs: &[Vec<f64>]) -> [Heads; 3] {
+    use LayerPart::{K, KBias, KNorm, Q, QBias, QNorm, V, VBias};
+    let a = &spec.attention;
+    let eps = f64::from(spec.rms_norm_eps);
+    let rope = Rope::new(spec);
+    [(Q, QBias, Some(QNorm)), (K, KBias, Some(KNorm)), (V, VBias, None)].map(|(w, bias, norm)| {
+        let (w, bias) = (part(w), a.qkv_bias.then(|| part(bias)));
+        let is_value = norm.is_none();
+        let norm = norm.filter(|_| a.qk_norm).map(part);
+        let of_position = |(pos, x): (usize, &Vec<f64>)| {
+            let mut all = product(&w, x);
+            plus(&mut all, bias.as_deref());
+            if let Some(norm) = &norm {
+                // As long as a head, or as all of them.
+                all = all.chunks(norm.len()).flat_map(|x| rms_norm(x, norm, eps)).collect();
+            }
+            let mut heads: Vec<Vec<f64>> = all.chunks(a.head_dim).map(<[f64]>::to_vec).collect();
+            if !is_value {
+                heads.iter_mut().for_each(|head| rope.turn(&mut head[..spec.rope_dim()], pos));
+            }
+            heads
+        };
+        inputs.iter().enumerate().map(of_position).collect()
+    })
+}
+
+/// Queries, keys and values of latent attention as the publication has them: every head's made anew of the latent.
+fn latent_heads(
+    spec: &ModelSpec,
+    latent: &LatentSpec,
+    part: &impl Fn(LayerPart) -> Vec<f64>,
+    inputs: &[Vec<f64>],
+) -> [Heads; 3] {
+    let a = &spec.attention;
+    let eps = f64::from(latent.norm_eps);
+    let (rank, plain) = (latent.kv_rank, a.head_dim - latent.rope_dim);
+    let rope = Rope::new(spec);
+    let [wq, down, norm, k_up, v_up] = {
+        use LayerPart::{KUp, KvDown, KvDownNorm, Q, VUp};
+        [Q, KvDown, KvDownNorm, KUp, VUp].map(part)
+    };
+    let q_low = (latent.q_rank > 0).then(|| (part(LayerPart::QDown), part(LayerPart::QDownNorm)));
+    let (mut queries, mut keys, mut values) = (Heads::new(), Heads::new(), Heads::new());
+    for (pos, x) in inputs.iter().enumerate() {
+        let q = match &q_low {
+            Some((down, norm)) => product(&wq, &rms_norm(&product(down, x), norm, eps)),
+            None => product(&wq, x),
+        };
+        let turned = |head: &[f64]| {
+            let mut head = head.to_vec();
+            rope.turn(&mut head[plain..], pos);
+            head
+        };
+        queries.push(q.chunks(a.head_dim).map(turned).collect());
+        let low = product(&down, x);
+        let (content, mut position) = (rms_norm(&low[..rank], &norm, eps), low[rank..].to_vec());
+        rope.turn(&mut position, pos);
+        let key = |head: usize| {
+            let w = &k_up[head * rank * plain..(head + 1) * rank * plain];
+            let own = (0..plain).map(|i| (0..rank).rev().map(|r| w[r * plain + i] * content[r]).sum::<f64>());
+            own.chain(position.iter().copied()).collect()
+        };
+        keys.push((0..a.n_heads).map(key).collect());
+        values.push(product(&v_up, &content).chunks(latent.value_dim).map(<[f64]>::to_vec).collect());
+    }
+    [queries, keys, values]
 }
 
 /// Routed experts, from the last to the first, and then the shared expert; notes logits and choice in `out`.
@@ -172,12 +240,19 @@ fn mixture(
     inputs: &[Vec<f64>],
     out: &mut Forward,
 ) -> Vec<Vec<f64>> {
+    let moe = &spec.moe;
     let router = part(LayerPart::Router);
+    let router_bias = moe.router_bias.then(|| part(LayerPart::RouterBias));
+    let correction = moe.correction_bias.then(|| part(LayerPart::Correction));
+    let biases = moe
+        .expert_bias
+        .then(|| [LayerPart::ExpertGateBias, LayerPart::ExpertUpBias, LayerPart::ExpertDownBias].map(part));
     // A weight for every expert of every position, most of them zero.
     let mut shares = Vec::new();
     for x in inputs {
-        let logits = product(&router, x);
-        let (chosen, dense) = route(spec, &logits);
+        let mut logits = product(&router, x);
+        plus(&mut logits, router_bias.as_deref());
+        let (chosen, dense) = route(spec, &logits, correction.as_deref());
         out.router.extend(logits);
         out.chosen.extend(chosen);
         shares.push(dense);
@@ -195,10 +270,17 @@ fn mixture(
             assert_eq!(values.len(), rows * cols, "size of {key} {}", projection.name());
             values
         });
+        let bias = biases.as_ref().map(|all| {
+            all.each_ref().map(|all| {
+                let width = all.len() / moe.n_experts;
+                &all[expert * width..(expert + 1) * width]
+            })
+        });
         for (pos, x) in inputs.iter().enumerate() {
             let share = shares[pos][expert];
             if share != 0.0 {
-                for (sum, y) in outputs[pos].iter_mut().zip(swiglu(x, &matrices)) {
+                let output = feed_forward(x, &matrices, bias, moe.activation);
+                for (sum, y) in outputs[pos].iter_mut().zip(output) {
                     *sum += share * y;
                 }
             }
@@ -206,28 +288,68 @@ fn mixture(
     }
     if spec.moe.d_shared > 0 {
         let matrices = [part(LayerPart::SharedGate), part(LayerPart::SharedUp), part(LayerPart::SharedDown)];
-        let shared: Vec<_> = inputs.iter().map(|x| swiglu(x, &matrices)).collect();
-        add(&mut outputs, &shared);
+        let gate = moe.shared_gate.then(|| part(LayerPart::SharedScale));
+        let shared = |x: &Vec<f64>| {
+            let weight = gate.as_ref().map_or(1.0, |gate| sigmoid(dot(gate, x)));
+            let output = feed_forward(x, &matrices, None, Activation::SwiGlu);
+            output.into_iter().map(|y| weight * y).collect()
+        };
+        add(&mut outputs, &inputs.iter().map(shared).collect::<Vec<_>>());
     }
     outputs
 }
 
 /// The experts that a token visits, ascending, and the weight of every expert, zero where not visited.
-/// At equal probability the lower id comes first.
+/// At equal scores the lower id comes first.
 #[must_use]
-pub fn route(spec: &ModelSpec, logits: &[f64]) -> (Vec<u32>, Vec<f64>) {
-    // The one kind there is; a new one must be thought of here.
-    let smoe_format::spec::RouterKind::Softmax = spec.moe.router;
-    let probabilities = softmax(logits);
-    let mut chosen = descending(logits);
-    chosen.truncate(spec.moe.top_k);
-    chosen.sort_unstable();
-    let total: f64 = if spec.moe.norm_topk { chosen.iter().map(|&e| probabilities[e]).sum() } else { 1.0 };
+pub fn route(spec: &ModelSpec, logits: &[f64], correction: Option<&[f64]>) -> (Vec<u32>, Vec<f64>) {
+    let scores = match spec.moe.router {
+        RouterKind::Softmax => softmax(logits),
+        RouterKind::Sigmoid => logits.iter().map(|&l| sigmoid(l)).collect(),
+    };
+    let (chosen, _) = choose(spec, logits, correction);
+    let total: f64 = if spec.moe.norm_topk { chosen.iter().map(|&e| scores[e as usize]).sum() } else { 1.0 };
     let mut dense = vec![0.0; logits.len()];
     for &expert in &chosen {
-        dense[expert] = probabilities[expert] / total;
+        dense[expert as usize] = scores[expert as usize] / total * spec.moe.routed_scale;
     }
-    (chosen.into_iter().map(|e| e as u32).collect(), dense)
+    (chosen, dense)
+}
+
+/// The experts that are chosen, ascending, and by how much: the least lead, of a chosen expert over the others or of a
+/// chosen group over the others. By logits, or by sigmoids if there are corrections.
+#[must_use]
+pub fn choose(spec: &ModelSpec, logits: &[f64], correction: Option<&[f64]>) -> (Vec<u32>, f64) {
+    let lead = |values: &[f64], order: &[usize], k: usize| {
+        order.get(k).map_or(f64::INFINITY, |&next| values[order[k - 1]] - values[next])
+    };
+    let mut ranked = match spec.moe.router {
+        RouterKind::Softmax => logits.to_vec(),
+        RouterKind::Sigmoid => logits.iter().map(|&l| sigmoid(l)).collect(),
+    };
+    plus(&mut ranked, correction);
+    let mut margin = f64::INFINITY;
+    if let Some(groups) = spec.moe.groups {
+        let size = ranked.len() / groups.n;
+        let score = |group: &[f64]| {
+            let order = descending(group);
+            match groups.score {
+                GroupScore::Best => group[order[0]],
+                GroupScore::BestTwo => order.iter().take(2).map(|&e| group[e]).sum(),
+            }
+        };
+        let scores: Vec<f64> = ranked.chunks(size).map(score).collect();
+        let order = descending(&scores);
+        margin = lead(&scores, &order, groups.top);
+        for &group in &order[groups.top..] {
+            ranked[group * size..(group + 1) * size].fill(f64::NEG_INFINITY);
+        }
+    }
+    let mut order = descending(&ranked);
+    margin = margin.min(lead(&ranked, &order, spec.moe.top_k));
+    order.truncate(spec.moe.top_k);
+    order.sort_unstable();
+    (order.into_iter().map(|e| e as u32).collect(), margin)
 }
 
 /// Indices from the largest value to the smallest, the lower index first at a tie.
@@ -268,14 +390,29 @@ pub fn rope_frequencies(rope: &RopeSpec, head_dim: usize) -> (Vec<f64>, f64) {
     }
 }
 
-/// Turns each pair (element i, element i + half) of a head as a complex number.
-fn rotate_halves(head: &mut [f64], pos: usize, frequencies: &[f64], factor: f64) {
-    let half = head.len() / 2;
-    for (pair, frequency) in frequencies.iter().enumerate() {
-        let (sin, cos) = (pos as f64 * frequency).sin_cos();
-        let (re, im) = (head[pair], head[pair + half]);
-        head[pair] = factor * (re * cos - im * sin);
-        head[pair + half] = factor * (re * sin + im * cos);
+/// Rotary position embedding of a model.
+struct Rope {
+    frequencies: Vec<f64>,
+    factor: f64,
+    interleaved: bool,
+}
+
+impl Rope {
+    fn new(spec: &ModelSpec) -> Self {
+        let (frequencies, factor) = rope_frequencies(&spec.rope, spec.rope_dim());
+        Self { frequencies, factor, interleaved: spec.rope.interleaved }
+    }
+
+    /// Turns each pair of elements (i and i + half, or neighbours) as a complex number.
+    fn turn(&self, x: &mut [f64], pos: usize) {
+        let half = x.len() / 2;
+        for (pair, frequency) in self.frequencies.iter().enumerate() {
+            let (a, b) = if self.interleaved { (2 * pair, 2 * pair + 1) } else { (pair, pair + half) };
+            let (sin, cos) = (pos as f64 * frequency).sin_cos();
+            let (re, im) = (x[a], x[b]);
+            x[a] = self.factor * (re * cos - im * sin);
+            x[b] = self.factor * (re * sin + im * cos);
+        }
     }
 }
 
@@ -284,14 +421,38 @@ fn rms_norm(x: &[f64], weight: &[f64], eps: f64) -> Vec<f64> {
     x.iter().zip(weight).map(|(x, w)| x / (mean_square + eps).sqrt() * w).collect()
 }
 
-/// `down (silu(gate x) * (up x))`.
-fn swiglu(x: &[f64], [gate, up, down]: &[Vec<f64>; 3]) -> Vec<f64> {
-    let inner: Vec<f64> = product(gate, x)
-        .into_iter()
-        .zip(product(up, x))
-        .map(|(gate, up)| gate / (1.0 + (-gate).exp()) * up)
-        .collect();
-    product(down, &inner)
+/// `down (activation(gate x, up x))`, with a bias on each product if there is one.
+fn feed_forward(
+    x: &[f64],
+    [gate, up, down]: &[Vec<f64>; 3],
+    bias: Option<[&[f64]; 3]>,
+    activation: Activation,
+) -> Vec<f64> {
+    let [gate_bias, up_bias, down_bias] = bias.map_or([None; 3], |bias| bias.map(Some));
+    let (mut gate, mut up) = (product(gate, x), product(up, x));
+    plus(&mut gate, gate_bias);
+    plus(&mut up, up_bias);
+    let activate = |(gate, up): (f64, f64)| match activation {
+        Activation::SwiGlu => gate * sigmoid(gate) * up,
+        Activation::ClampedSwiglu { alpha, limit } => {
+            let (alpha, limit) = (f64::from(alpha), f64::from(limit));
+            let (gate, up) = (gate.min(limit), up.clamp(-limit, limit));
+            gate * sigmoid(alpha * gate) * (up + 1.0)
+        }
+    };
+    let inner: Vec<f64> = gate.into_iter().zip(up).map(activate).collect();
+    let mut out = product(down, &inner);
+    plus(&mut out, down_bias);
+    out
+}
+
+fn sigmoid(x: f64) -> f64 {
+    1.0 / (1.0 + (-x).exp())
+}
+
+/// Adds a bias, if there is one.
+fn plus(to: &mut [f64], bias: Option<&[f64]>) {
+    to.iter_mut().zip(bias.unwrap_or_default()).for_each(|(to, bias)| *to += bias);
 }
 
 /// Matrix `[rows, x.len()]` times `x`.
@@ -329,7 +490,7 @@ mod tests {
 
     #[test]
     fn a_token_does_not_see_what_follows_it() {
-        for model in TinyModel::all(3) {
+        for model in TinyModel::every(3) {
             let tokens = model.prompt(11, 9);
             let whole = forward(&model.spec, &model, &tokens);
             let start = forward(&model.spec, &model, &tokens[..5]);
@@ -339,7 +500,7 @@ mod tests {
 
     #[test]
     fn scalings_meet_at_their_limits() {
-        let rope = |scaling| rope_frequencies(&RopeSpec { theta: 1e4, scaling }, 64);
+        let rope = |scaling| rope_frequencies(&RopeSpec { theta: 1e4, scaling, ..Default::default() }, 64);
         let (plain, one) = rope(RopeScaling::None);
         assert_eq!((plain.len(), plain[0], one), (32, 1.0, 1.0));
         assert_eq!(rope(RopeScaling::Linear { factor: 1.0 }).0, plain);
@@ -359,11 +520,11 @@ mod tests {
     fn routing_weights_are_a_share_or_a_probability() {
         let mut spec = qwen3_moe();
         let logits = [0.0, 2.0, -1.0, 2.0, 1.0, 0.0, 0.0, 2.0];
-        let (chosen, dense) = route(&spec, &logits);
+        let (chosen, dense) = route(&spec, &logits, None);
         assert_eq!(chosen, [1, 3]);
         assert_eq!((dense[1], dense[3], dense[7]), (0.5, 0.5, 0.0));
         spec.moe.norm_topk = false;
-        let (_, dense) = route(&spec, &logits);
+        let (_, dense) = route(&spec, &logits, None);
         assert!((dense[1] - 2f64.exp() / logits.iter().map(|l: &f64| l.exp()).sum::<f64>()).abs() < 1e-15);
     }
 }

@@ -8,9 +8,13 @@ use std::path::Path;
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 use serde_json::{Map, Value, json};
+use smoe_format::backbone::LayerPart as P;
 use smoe_format::half::{bf16_to_f32, f32_to_bf16, f32_to_f16};
 use smoe_format::original::checkpoint_name;
-use smoe_format::spec::{AttentionSpec, FfnKind, MoeSpec, RopeScaling, RopeSpec, RouterKind};
+use smoe_format::spec::{
+    Activation, AttentionSpec, FfnKind, GroupScore, GroupSpec, LatentSpec, MoeSpec, RopeScaling, RopeSpec,
+    RouterKind,
+};
 use smoe_format::{BackboneTensor, Encoding, ExpertKey, ModelSpec, Projection};
 
 use crate::fixtures::yarn;
@@ -89,9 +93,16 @@ impl TinyModel {
             max_context: 1024,
             rms_norm_eps: 1e-6,
             tied_head: false,
-            attention: AttentionSpec { n_heads: 4, n_kv_heads: 2, head_dim: 16, qk_norm: true },
-            rope: RopeSpec { theta: 1e6, scaling: RopeScaling::None },
+            attention: AttentionSpec {
+                n_heads: 4,
+                n_kv_heads: 2,
+                head_dim: 16,
+                qk_norm: true,
+                ..Default::default()
+            },
+            rope: RopeSpec { theta: 1e6, ..Default::default() },
             layers: vec![FfnKind::Moe; 3],
+            windows: Vec::new(),
             moe: MoeSpec {
                 n_experts: 7,
                 top_k: 3,
@@ -99,6 +110,7 @@ impl TinyModel {
                 router: RouterKind::Softmax,
                 norm_topk: true,
                 d_shared: 0,
+                ..Default::default()
             },
         };
         Self::new(spec, seed)
@@ -120,18 +132,109 @@ impl TinyModel {
     pub fn deepseek(seed: u64) -> Self {
         let mut spec = Self::qwen3(seed).spec;
         spec.model_type = "deepseek".to_owned();
-        spec.attention = AttentionSpec { n_heads: 6, n_kv_heads: 6, head_dim: 16, qk_norm: false };
-        spec.rope = RopeSpec { theta: 1e4, scaling: RopeScaling::Linear { factor: 2.0 } };
+        spec.attention =
+            AttentionSpec { n_heads: 6, n_kv_heads: 6, head_dim: 16, qk_norm: false, ..Default::default() };
+        spec.rope =
+            RopeSpec { theta: 1e4, scaling: RopeScaling::Linear { factor: 2.0 }, ..Default::default() };
         spec.layers = vec![FfnKind::Dense(104), FfnKind::Moe, FfnKind::Moe];
         spec.moe.norm_topk = false;
         spec.moe.d_shared = 80;
         Self::new(spec, seed)
     }
 
-    /// One of each kind.
+    /// The models that can be written as checkpoints.
     #[must_use]
     pub fn all(seed: u64) -> Vec<Self> {
         vec![Self::qwen3(seed), Self::qwen3_tied(seed), Self::deepseek(seed)]
+    }
+
+    /// A model for each piece of mathematics that a family has: those above, and others for vaults only.
+    #[must_use]
+    pub fn every(seed: u64) -> Vec<Self> {
+        let new = [Self::olmoe, Self::qwen2, Self::glm4, Self::gpt_oss, Self::deepseek_v2, Self::deepseek_v3];
+        Self::all(seed).into_iter().chain(new.map(|model| model(seed))).collect()
+    }
+
+    /// As [`Self::qwen3`] with its QK-norm over all heads as one.
+    #[must_use]
+    pub fn olmoe(seed: u64) -> Self {
+        let mut spec = Self::qwen3(seed).spec;
+        spec.model_type = "olmoe".to_owned();
+        spec.attention.qk_norm_whole = true;
+        Self::new(spec, seed)
+    }
+
+    /// Biases of queries, keys and values; a shared expert with a gate.
+    #[must_use]
+    pub fn qwen2(seed: u64) -> Self {
+        let mut spec = Self::deepseek(seed).spec;
+        spec.model_type = "qwen2_moe".to_owned();
+        spec.attention.qkv_bias = true;
+        spec.moe.shared_gate = true;
+        Self::new(spec, seed)
+    }
+
+    /// Half of each head rotated; a router by sigmoid with corrections.
+    #[must_use]
+    pub fn glm4(seed: u64) -> Self {
+        let mut spec = Self::qwen3(seed).spec;
+        spec.model_type = "glm4_moe".to_owned();
+        spec.rope.dim = Some(8);
+        spec.moe = MoeSpec {
+            router: RouterKind::Sigmoid,
+            correction_bias: true,
+            routed_scale: 1.5,
+            d_shared: 40,
+            ..spec.moe
+        };
+        Self::new(spec, seed)
+    }
+
+    /// Sinks, windows by turns, biases everywhere, a clamped SwiGLU.
+    #[must_use]
+    pub fn gpt_oss(seed: u64) -> Self {
+        let mut spec = Self::qwen3_tied(seed).spec;
+        spec.model_type = "gpt_oss".to_owned();
+        spec.layers = vec![FfnKind::Moe; 3];
+        spec.windows = vec![9, 0, 40];
+        spec.attention =
+            AttentionSpec { qk_norm: false, qkv_bias: true, o_bias: true, sinks: true, ..spec.attention };
+        spec.moe = MoeSpec {
+            router_bias: true,
+            expert_bias: true,
+            activation: Activation::ClampedSwiglu { alpha: 1.702, limit: 1.0 },
+            ..spec.moe
+        };
+        Self::new(spec, seed)
+    }
+
+    /// Latent attention; YaRN that scales scores; experts from the best groups.
+    #[must_use]
+    pub fn deepseek_v2(seed: u64) -> Self {
+        let mut spec = Self::deepseek(seed).spec;
+        let latent = LatentSpec { q_rank: 0, kv_rank: 64, rope_dim: 12, value_dim: 32, norm_eps: 1e-6 };
+        spec.model_type = "deepseek_v2".to_owned();
+        spec.attention =
+            AttentionSpec { n_kv_heads: 1, head_dim: 40, latent: Some(latent), ..spec.attention };
+        spec.attention.score_scale = 1.25;
+        spec.rope = RopeSpec { scaling: yarn(4.0, 256), interleaved: true, ..spec.rope };
+        spec.moe.n_experts = 9;
+        spec.moe.groups = Some(GroupSpec { n: 3, top: 2, score: GroupScore::Best });
+        Self::new(spec, seed)
+    }
+
+    /// As [`Self::deepseek_v2`] with a latent of queries, and a router by sigmoid with corrections.
+    #[must_use]
+    pub fn deepseek_v3(seed: u64) -> Self {
+        let mut spec = Self::deepseek_v2(seed).spec;
+        spec.model_type = "deepseek_v3".to_owned();
+        spec.attention.latent = spec.attention.latent.map(|latent| LatentSpec { q_rank: 48, ..latent });
+        spec.moe = MoeSpec {
+            groups: Some(GroupSpec { n: 3, top: 2, score: GroupScore::BestTwo }),
+            n_experts: 9,
+            ..Self::glm4(seed).spec.moe
+        };
+        Self::new(spec, seed)
     }
 
     /// `n` random tokens; another `which`, other tokens.
@@ -160,14 +263,23 @@ impl TinyModel {
         // Inputs of matrices are of order one after their norm, so this keeps outputs of order one.
         let unit = 1.0 / (shape.1 as f64).sqrt();
         let (centre, scale) = match tensor {
+            BackboneTensor::Layer(_, P::QBias | P::KBias | P::VBias | P::OBias | P::RouterBias) => (0.0, 0.3),
+            BackboneTensor::Layer(_, P::ExpertGateBias | P::ExpertUpBias | P::ExpertDownBias) => (0.0, 0.3),
+            BackboneTensor::Layer(_, P::Sinks) => (0.0, 1.0),
+            BackboneTensor::Layer(_, P::Correction) => (0.0, 0.2),
             _ if tensor.is_vector() => (1.0, 0.1),
             BackboneTensor::Embed if !self.spec.tied_head => (0.0, 1.0),
             // Logits with a deviation of four: the first leads the second by about one.
             BackboneTensor::Embed | BackboneTensor::Head => (0.0, 4.0 * unit),
-            BackboneTensor::Layer(_, smoe_format::backbone::LayerPart::Router) => (0.0, 2.0 * unit),
+            BackboneTensor::Layer(_, P::Router) => (0.0, 2.0 * unit),
             BackboneTensor::Layer(..) | BackboneTensor::FinalNorm => (0.0, unit),
         };
-        self.values(&checkpoint_name(tensor), shape, centre, scale)
+        let mut name = checkpoint_name(tensor);
+        if let BackboneTensor::Layer(_, P::VUp) = tensor {
+            // The published name is also that of the keys'.
+            name.push_str(" values");
+        }
+        self.values(&name, shape, centre, scale)
     }
 
     /// A matrix of a routed expert, row-major.
@@ -206,6 +318,8 @@ impl TinyModel {
     /// # Panics
     /// If a file cannot be written, or the family's config has no words for the spec or the options.
     pub fn write_checkpoint(&self, dir: &Path, options: CheckpointOptions) {
+        let family = &self.spec.model_type;
+        assert!(matches!(family.as_str(), "qwen3_moe" | "deepseek"), "no config for `{family}`");
         let config = self.config(options);
         write(&dir.join("config.json"), pretty(&config).as_bytes());
         for (name, bytes) in self.side_files(options.tokenizer) {
@@ -347,7 +461,8 @@ impl TinyModel {
                     "scoring_func": "softmax",
                 })
             }
-            other => panic!("no config for `{other}`"),
+            // A vault needs no more than the name.
+            _ => json!({}),
         };
         map.extend(family.as_object().expect("made above").clone());
 

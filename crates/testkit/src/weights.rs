@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::path::Path;
 
 use safetensors::{Dtype, SafeTensors};
+use smoe_format::backbone::LayerPart;
 use smoe_format::half::{bf16_to_f32, f16_to_f32};
 use smoe_format::original::checkpoint_name;
 use smoe_format::{
@@ -121,6 +122,7 @@ fn widen(values: Vec<f32>) -> Vec<f64> {
 /// A checkpoint in the published layout: `model.safetensors`, or shards with their index.
 pub struct CheckpointWeights {
     tensors: Tensors,
+    config: serde_json::Value,
 }
 
 impl CheckpointWeights {
@@ -130,9 +132,11 @@ impl CheckpointWeights {
     /// If a file cannot be read, or the index and the shards contradict each other.
     #[must_use]
     pub fn open(dir: &Path) -> Self {
+        let config =
+            serde_json::from_slice(&read(&dir.join("config.json"))).unwrap_or_else(|e| panic!("config: {e}"));
         let index_path = dir.join("model.safetensors.index.json");
         if !index_path.exists() {
-            return Self { tensors: Tensors::open(&[dir.join("model.safetensors")]) };
+            return Self { tensors: Tensors::open(&[dir.join("model.safetensors")]), config };
         }
         let index: serde_json::Value =
             serde_json::from_slice(&read(&index_path)).unwrap_or_else(|e| panic!("index: {e}"));
@@ -147,7 +151,27 @@ impl CheckpointWeights {
             assert_eq!(Some(files[*at]), file.as_str(), "where the index says `{name}` is");
         }
         assert_eq!(tensors.index.len(), map.len(), "tensors in shards and index");
-        Self { tensors }
+        Self { tensors, config }
+    }
+
+    fn family(&self) -> &str {
+        self.config["model_type"].as_str().expect("a model type")
+    }
+
+    fn size(&self, key: &str) -> usize {
+        self.config[key].as_u64().unwrap_or_else(|| panic!("config key `{key}`")) as usize
+    }
+
+    /// Element (row, column) of a tensor that was made by `at`.
+    fn rearranged(
+        &self,
+        name: &str,
+        (rows, cols): (usize, usize),
+        at: impl Fn(usize, usize) -> usize,
+    ) -> Vec<f64> {
+        let values = self.tensors.values(name);
+        let each = (0..rows).flat_map(|r| (0..cols).map(move |c| (r, c)));
+        each.map(|(r, c)| f64::from(values[at(r, c)])).collect()
     }
 
     /// The tensors by their own names.
@@ -159,10 +183,71 @@ impl CheckpointWeights {
 
 impl Weights for CheckpointWeights {
     fn backbone(&self, tensor: BackboneTensor) -> Vec<f64> {
-        widen(self.tensors.values(&checkpoint_name(tensor)))
+        use LayerPart as P;
+        let BackboneTensor::Layer(layer, part) = tensor else {
+            return widen(self.tensors.values(&checkpoint_name(tensor)));
+        };
+        let named = |name: &str| format!("model.layers.{layer}.{name}");
+        match (self.family(), part) {
+            ("mixtral", P::Router) => widen(self.tensors.values(&named("block_sparse_moe.gate.weight"))),
+            ("qwen2_moe", P::SharedGate | P::SharedUp | P::SharedDown) => {
+                let name = checkpoint_name(tensor).replace(".shared_experts.", ".shared_expert.");
+                widen(self.tensors.values(&name))
+            }
+            ("gpt_oss", P::Router) => widen(self.tensors.values(&named("mlp.router.weight"))),
+            ("gpt_oss", P::RouterBias) => widen(self.tensors.values(&named("mlp.router.bias"))),
+            ("gpt_oss", P::ExpertGateBias | P::ExpertUpBias) => {
+                let (n, f) = (self.size("num_local_experts"), self.size("intermediate_size"));
+                let odd = usize::from(part == P::ExpertUpBias);
+                let name = named("mlp.experts.gate_up_proj_bias");
+                self.rearranged(&name, (n, f), |e, i| e * 2 * f + 2 * i + odd)
+            }
+            ("gpt_oss", P::ExpertDownBias) => {
+                widen(self.tensors.values(&named("mlp.experts.down_proj_bias")))
+            }
+            (_, P::KUp | P::VUp) => {
+                let (heads, rank) = (self.size("num_attention_heads"), self.size("kv_lora_rank"));
+                let (keys, values) = (self.size("qk_nope_head_dim"), self.size("v_head_dim"));
+                let name = named("self_attn.kv_b_proj.weight");
+                let line = |head: usize, i: usize| (head * (keys + values) + i) * rank;
+                if part == P::KUp {
+                    self.rearranged(&name, (heads * rank, keys), |r, i| line(r / rank, i) + r % rank)
+                } else {
+                    self.rearranged(&name, (heads * values, rank), |r, c| {
+                        line(r / values, keys + r % values) + c
+                    })
+                }
+            }
+            (_, P::Q) if self.config["q_lora_rank"].is_number() => {
+                widen(self.tensors.values(&named("self_attn.q_b_proj.weight")))
+            }
+            _ => widen(self.tensors.values(&checkpoint_name(tensor))),
+        }
     }
+
     fn expert(&self, key: ExpertKey, projection: Projection) -> Vec<f64> {
-        widen(self.tensors.values(&expert_name(key, projection)))
+        let layer = key.layer;
+        match self.family() {
+            "mixtral" => {
+                let w = ["w1", "w3", "w2"][projection as usize];
+                let name = format!("model.layers.{layer}.block_sparse_moe.experts.{}.{w}.weight", key.expert);
+                widen(self.tensors.values(&name))
+            }
+            "gpt_oss" => {
+                let (d, f) = (self.size("hidden_size"), self.size("intermediate_size"));
+                let first = key.expert as usize * d * f;
+                let name = |which: &str| format!("model.layers.{layer}.mlp.experts.{which}");
+                match projection {
+                    Projection::Down => self.rearranged(&name("down_proj"), (d, f), |r, c| first + c * d + r),
+                    Projection::Gate | Projection::Up => {
+                        let odd = usize::from(projection == Projection::Up);
+                        let at = |r: usize, c: usize| 2 * first + c * 2 * f + 2 * r + odd;
+                        self.rearranged(&name("gate_up_proj"), (f, d), at)
+                    }
+                }
+            }
+            _ => widen(self.tensors.values(&expert_name(key, projection))),
+        }
     }
 }
 

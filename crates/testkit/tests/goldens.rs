@@ -47,13 +47,48 @@ fn deepseek() {
     meets("deepseek", &fixtures::deepseek());
 }
 
+#[test]
+fn mixtral() {
+    meets("mixtral", &fixtures::mixtral());
+}
+
+#[test]
+fn olmoe() {
+    meets("olmoe", &fixtures::olmoe());
+}
+
+#[test]
+fn qwen2_moe() {
+    meets("qwen2_moe", &fixtures::qwen2_moe());
+}
+
+#[test]
+fn glm4_moe() {
+    meets("glm4_moe", &fixtures::glm4_moe());
+}
+
+#[test]
+fn gpt_oss() {
+    meets("gpt_oss", &fixtures::gpt_oss());
+}
+
+#[test]
+fn deepseek_v2() {
+    meets("deepseek_v2", &fixtures::deepseek_v2());
+}
+
+#[test]
+fn deepseek_v3() {
+    meets("deepseek_v3", &fixtures::deepseek_v3());
+}
+
 /// The goldens tell right from nearly right: each slip moves the reference off them, and all but the epsilon
 /// (6e-4 on these weights) by more than the engine's tolerance.
 #[test]
 fn slips_of_the_spec_do_not_pass() {
-    use smoe_format::spec::RopeScaling;
+    use smoe_format::spec::{Activation, GroupScore, GroupSpec, RopeScaling, RouterKind};
     type Slip = (&'static str, fn(&mut ModelSpec));
-    let slips: [(&str, ModelSpec, &[Slip]); 3] = [
+    let slips: [(&str, ModelSpec, &[Slip]); 9] = [
         (
             "qwen3_moe",
             fixtures::qwen3_moe(),
@@ -89,6 +124,62 @@ fn slips_of_the_spec_do_not_pass() {
             fixtures::deepseek(),
             &[("top-k normalised", |s| s.moe.norm_topk = true), ("no shared expert", |s| s.moe.d_shared = 0)],
         ),
+        ("olmoe", fixtures::olmoe(), &[("no QK-norm", |s| s.attention.qk_norm = false)]),
+        (
+            "qwen2_moe",
+            fixtures::qwen2_moe(),
+            &[
+                ("no biases", |s| s.attention.qkv_bias = false),
+                ("an open gate", |s| s.moe.shared_gate = false),
+            ],
+        ),
+        (
+            "glm4_moe",
+            fixtures::glm4_moe(),
+            &[
+                ("a softmax router", |s| s.moe.router = RouterKind::Softmax),
+                ("no corrections", |s| s.moe.correction_bias = false),
+                ("all of a head rotated", |s| s.rope.dim = None),
+                ("neighbours rotated", |s| s.rope.interleaved = true),
+                ("another scale", |s| s.moe.routed_scale = 1.1),
+            ],
+        ),
+        (
+            "gpt_oss",
+            fixtures::gpt_oss(),
+            &[
+                ("no sinks", |s| s.attention.sinks = false),
+                ("no windows", |s| s.windows.clear()),
+                ("a longer window", |s| s.windows[0] = 17),
+                ("no bias of the output", |s| s.attention.o_bias = false),
+                ("no bias of the router", |s| s.moe.router_bias = false),
+                ("no biases of experts", |s| s.moe.expert_bias = false),
+                ("a plain SwiGLU", |s| s.moe.activation = Activation::SwiGlu),
+                ("another steepness", |s| {
+                    s.moe.activation = Activation::ClampedSwiglu { alpha: 1.6, limit: 7.0 };
+                }),
+            ],
+        ),
+        (
+            "deepseek_v2",
+            fixtures::deepseek_v2(),
+            &[
+                ("halves rotated", |s| s.rope.interleaved = false),
+                ("another scale of scores", |s| s.attention.score_scale = 1.1),
+            ],
+        ),
+        (
+            "deepseek_v3",
+            fixtures::deepseek_v3(),
+            &[
+                ("no groups", |s| s.moe.groups = None),
+                ("groups by their best", |s| {
+                    s.moe.groups = s.moe.groups.map(|g| GroupSpec { score: GroupScore::Best, ..g });
+                }),
+                ("no corrections", |s| s.moe.correction_bias = false),
+                ("no scale", |s| s.moe.routed_scale = 1.0),
+            ],
+        ),
     ];
     for (family, right, slips) in slips {
         let Some(dir) = shared_path(&format!("fixtures/{family}")) else { return };
@@ -97,6 +188,9 @@ fn slips_of_the_spec_do_not_pass() {
         for (what, slip) in slips {
             let mut spec = right.clone();
             slip(&mut spec);
+            if *what == "a softmax router" {
+                spec.moe.correction_bias = false;
+            }
             let found = forward(&spec, &weights, &golden.prompts[2].tokens);
             let report = compare(&golden, 2, &found.logits, None, None, &spec);
             println!("{family}, {what}: logits off by {:.2e}", report.logits);

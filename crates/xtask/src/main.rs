@@ -6,6 +6,7 @@
 //! | `mutate` | that no damaged or hostile vault crashes, hangs or silently changes the mathematics |
 //! | `kill-sculpt` | that a sculpt killed at any moment goes on to the same bytes |
 //! | `aarch64` | that the kernels of aarch64 give the bits of the definition, by emulation |
+//! | `macos` | that everything type-checks for macOS |
 //! | `size` | that the repository stays small |
 #![forbid(unsafe_code)]
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "commands for developers at a terminal")]
@@ -13,6 +14,7 @@
 mod aarch64;
 mod fidelity;
 mod kill_sculpt;
+mod macos;
 mod mutate;
 mod size;
 mod workspace;
@@ -42,6 +44,8 @@ enum Command {
     KillSculpt(kill_sculpt::Args),
     /// Run the kernels' tests for aarch64 in qemu
     Aarch64,
+    /// Type-check the workspace for Apple Silicon
+    Macos(macos::Args),
     /// Add up the tracked files; too many bytes fail
     Size,
 }
@@ -52,6 +56,7 @@ fn main() -> ExitCode {
         Command::Mutate(args) => mutate::run(&args),
         Command::KillSculpt(args) => kill_sculpt::run(&args),
         Command::Aarch64 => aarch64::run(),
+        Command::Macos(args) => macos::run(&args),
         Command::Size => size::run(),
     };
     match result {

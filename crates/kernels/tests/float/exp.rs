@@ -1,3 +1,4 @@
+use smoe_format::spec::Activation;
 use smoe_kernels::{EXP_ULP_MAX, Kernels, exp, sigmoid, silu};
 
 use crate::{Numbers, assert_close, bits, lengths, same_bits};
@@ -129,6 +130,32 @@ fn sigmoid_silu_and_swiglu_have_one_definition() {
     assert_eq!(silu(-1e30), 0.0);
     assert_eq!(silu(1e30), 1e30);
     assert_eq!(sigmoid(0.0), 0.5);
+}
+
+#[test]
+fn a_clamped_swiglu_has_one_definition() {
+    let (alpha, limit) = (1.702f32, 7.0f32);
+    let mut numbers = Numbers(8);
+    for n in lengths() {
+        let wide = |x: Vec<f32>| x.iter().map(|x| x * 20.0).collect::<Vec<_>>();
+        for (gate, up) in [(wide(numbers.units(n)), wide(numbers.units(n))), (numbers.any(n), numbers.any(n))]
+        {
+            let out = same_bits("clamped", |k| {
+                let mut out = vec![f32::NAN; n];
+                k.glu(Activation::ClampedSwiglu { alpha, limit }, &gate, &up, &mut out);
+                out
+            });
+            for ((&g, &u), &out) in gate.iter().zip(&up).zip(&out) {
+                assert_eq!(out.is_nan(), g.is_nan() || u.is_nan() || g == f32::NEG_INFINITY, "{g} {u}");
+                if g.abs() <= 20.0 && u.abs() <= 20.0 {
+                    let g = f64::from(g.min(limit));
+                    let u = f64::from(u.clamp(-limit, limit));
+                    let expected = g / (1.0 + (-f64::from(alpha) * g).exp()) * (u + 1.0);
+                    assert_close(out, expected, expected.abs() * 2e-6 + 1e-30, "clamped");
+                }
+            }
+        }
+    }
 }
 
 fn softmax(k: Kernels, x: &[f32]) -> Vec<f32> {

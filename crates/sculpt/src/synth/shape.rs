@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use smoe_format::ModelSpec;
-use smoe_format::spec::{AttentionSpec, FfnKind, MoeSpec, RopeScaling, RopeSpec, RouterKind};
+use smoe_format::spec::{AttentionSpec, FfnKind, MoeSpec, RopeSpec, RouterKind};
 
 use crate::config::spec_from_config;
 use crate::error::{SculptError, Warning};
@@ -271,9 +271,16 @@ impl Published {
             max_context: self.context,
             rms_norm_eps: self.eps,
             tied_head: false,
-            attention: AttentionSpec { n_heads, n_kv_heads, head_dim, qk_norm: self.qk_norm },
-            rope: RopeSpec { theta: self.theta, scaling: RopeScaling::None },
+            attention: AttentionSpec {
+                n_heads,
+                n_kv_heads,
+                head_dim,
+                qk_norm: self.qk_norm,
+                ..Default::default()
+            },
+            rope: RopeSpec { theta: self.theta, ..Default::default() },
             layers: layers.collect(),
+            windows: Vec::new(),
             moe: MoeSpec {
                 n_experts,
                 top_k,
@@ -281,6 +288,7 @@ impl Published {
                 router: RouterKind::Softmax,
                 norm_topk: self.norm_topk,
                 d_shared: self.shared,
+                ..Default::default()
             },
         };
         let stand_in = self.unknown.map(|(what, weights)| {

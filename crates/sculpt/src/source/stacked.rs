@@ -1,0 +1,336 @@
+//! Tensors that hold several of the model's: the experts of a layer on top of each other, gate and up
+//! interleaved, keys and values apart.
+//!
+//! Each part gets the name that it has in checkpoints of one tensor per matrix, so that a family needs to know
+//! those only: `model.layers.N.mlp.experts.E.gate_proj.weight`, and `model.layers.N.mlp.experts.gate_proj.bias`
+//! (`[experts, width]`) for the biases of all.
+
+use std::collections::HashMap;
+use std::ops::Range;
+
+use safetensors::Dtype;
+use smoe_format::Encoding;
+
+use super::packed::{Raw, float_stored, part};
+use super::{At, Codes, Files, Form, Order, Packing, Part, Source, Stored, Unread, ggml};
+use crate::error::SculptError;
+
+/// Puts the parts of `tensor` into `tensors` if it is a stack (or belongs to one); false if it is not.
+pub(crate) fn split(
+    name: &str,
+    tensor: &Raw,
+    raw: &HashMap<String, Raw>,
+    packing: &Packing,
+    tensors: &mut HashMap<String, Stored>,
+) -> bool {
+    if let Some((experts, rest)) = name.split_once(".mlp.experts.") {
+        return gpt_oss(&format!("{experts}.mlp.experts"), rest, tensor, raw, tensors);
+    }
+    if let Some((module, rest)) = name.split_once(".switch_mlp.") {
+        return mlx(module, rest, tensor, raw, packing, tensors);
+    }
+    false
+}
+
+/// The stacks of GPT-OSS: `gate_up_proj` with gate in the even places and up in the odd ones, floats with
+/// inputs before outputs or MXFP4 with outputs before inputs.
+fn gpt_oss(
+    experts: &str,
+    part_name: &str,
+    tensor: &Raw,
+    raw: &HashMap<String, Raw>,
+    tensors: &mut HashMap<String, Stored>,
+) -> bool {
+    // Which rows of the file each projection has.
+    let projections: &[(&str, usize, usize)] = if part_name.starts_with("gate_up_proj") {
+        &[("gate_proj", 0, 2), ("up_proj", 1, 2)]
+    } else {
+        &[("down_proj", 0, 1)]
+    };
+    let mut put = |name: String, shape: [usize; 2], form: Result<Form, Unread>, order: Order| {
+        tensors.insert(name, Stored { shape: shape.to_vec(), shard: tensor.shard, form, order });
+    };
+    match (part_name, tensor.shape.as_slice()) {
+        ("gate_up_proj" | "down_proj", &[n, cols, height]) => {
+            let Some(ty) = tensor.float() else { return false };
+            let width = if ty == Encoding::F32 { 4 } else { 2 };
+            for expert in 0..n {
+                for &(projection, first, step) in projections {
+                    let at = tensor.at().skip((width * (expert * cols * height + first)) as u64);
+                    let form = Form::Strided { at, ty, row: step, col: height };
+                    let name = format!("{experts}.{expert}.{projection}.weight");
+                    put(name, [height / step, cols], Ok(form), Order::Plain);
+                }
+            }
+            true
+        }
+        ("gate_up_proj_bias" | "down_proj_bias", &[n, height]) => {
+            let Some(ty) = tensor.float() else { return false };
+            let width = if ty == Encoding::F32 { 4 } else { 2 };
+            for &(projection, first, step) in projections {
+                let at = tensor.at().skip((width * first) as u64);
+                let form = Form::Strided { at, ty, row: height, col: step };
+                put(format!("{experts}.{projection}.bias"), [n, height / step], Ok(form), Order::Plain);
+            }
+            true
+        }
+        ("gate_up_proj_blocks" | "down_proj_blocks", &[n, height, groups, 16]) => {
+            let stem = part_name.trim_end_matches("_blocks");
+            let scales = part(raw, &format!("{experts}.{stem}_scales"), &[n, height, groups], &[Dtype::U8])
+                .map(Raw::at);
+            for expert in 0..n {
+                for &(projection, first, step) in projections {
+                    let form = scales.clone().map(|scales| Form::Mxfp4 {
+                        blocks: tensor.at().skip((expert * height * groups * 16) as u64),
+                        scales: scales.skip((expert * height * groups) as u64),
+                    });
+                    let name = format!("{experts}.{expert}.{projection}.weight");
+                    put(name, [height / step, groups * 32], form, Order::Step { first, step });
+                }
+            }
+            true
+        }
+        ("gate_up_proj_scales" | "down_proj_scales", _) => true,
+        _ => false,
+    }
+}
+
+/// MLX's stacks: outputs before inputs, packed or not.
+fn mlx(
+    module: &str,
+    rest: &str,
+    tensor: &Raw,
+    raw: &HashMap<String, Raw>,
+    packing: &Packing,
+    tensors: &mut HashMap<String, Stored>,
+) -> bool {
+    let Some((projection, kind)) = rest.split_once('.') else { return false };
+    // Mixtral's own names, which MLX does not keep.
+    let name = |expert: usize| match (module.ends_with(".block_sparse_moe"), projection) {
+        (true, "gate_proj") => format!("{module}.experts.{expert}.w1.weight"),
+        (true, "down_proj") => format!("{module}.experts.{expert}.w2.weight"),
+        (true, "up_proj") => format!("{module}.experts.{expert}.w3.weight"),
+        _ => format!("{module}.experts.{expert}.{projection}.weight"),
+    };
+    let packed = |w: &Raw| w.dtype == Dtype::U32;
+    let this = format!("{module}.switch_mlp.{projection}");
+    match (kind, packing, tensor.shape.as_slice()) {
+        ("scales" | "biases", _, _) => raw.get(&format!("{this}.weight")).is_some_and(packed),
+        ("weight", Packing::Mlx { usual, other }, &[n, rows, words]) if packed(tensor) => {
+            let mlx = other.get(&this).copied().unwrap_or(*usual);
+            let parts = mlx.cols(words).and_then(|cols| {
+                let (scales, minima) = mlx.parts(&this, raw, &[n, rows, cols / mlx.group])?;
+                Ok((cols, scales.at(), minima.at(), scales.float().expect("checked to be a float")))
+            });
+            for expert in 0..n {
+                let form = parts.clone().map(|(cols, scales, minima, ty)| {
+                    let width = if ty == Encoding::F32 { 4 } else { 2 };
+                    let levels = (expert * rows * (cols / mlx.group) * width) as u64;
+                    let (scales, minima) = (scales.skip(levels), minima.skip(levels));
+                    let codes = tensor.at().skip((4 * expert * rows * words) as u64);
+                    Form::Mlx { codes, scales, minima, ty, mlx }
+                });
+                let cols = parts.as_ref().map_or(words, |parts| parts.0);
+                let (shape, shard) = (vec![rows, cols], tensor.shard);
+                tensors.insert(name(expert), Stored { shape, shard, form, order: Order::Plain });
+            }
+            true
+        }
+        ("weight", _, &[n, rows, cols]) => {
+            for expert in 0..n {
+                let mut one = tensor.clone();
+                one.shape = vec![rows, cols];
+                one.offset += (expert * rows * cols * tensor.dtype.bitsize() / 8) as u64;
+                tensors.insert(name(expert), float_stored(&one));
+            }
+            true
+        }
+        _ => false,
+    }
+}
+
+/// DeepSeek's `kv_b_proj` in newer GGUF files: `k` is `[heads, cols, keys]`, `v` is `[heads, values, cols]`. A
+/// head's rows are its keys, which are columns of `k`, and then its values.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Heads {
+    pub k: Leaf,
+    pub v: Leaf,
+    pub keys: usize,
+    pub values: usize,
+}
+
+/// A part of [`Heads`].
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Leaf {
+    Float(At, Encoding),
+    Ggml(At, ggml::Kind),
+}
+
+impl Leaf {
+    fn source(self, rows: usize, cols: usize) -> Source {
+        let form = match self {
+            Self::Float(at, ty) => Form::Float { at, ty },
+            Self::Ggml(at, kind) => Form::Ggml { at, kind },
+        };
+        Source { encoding: form.encoding(), rows, cols, form, order: Order::Plain, part: Part::Whole }
+    }
+}
+
+impl Heads {
+    pub fn weights(
+        &self,
+        source: &Source,
+        files: Files<'_>,
+        rows: Range<usize>,
+        raw: &mut Vec<u8>,
+        codes: &mut Codes,
+        out: &mut [f32],
+    ) -> Result<(), SculptError> {
+        let (cols, height) = (source.cols, self.keys + self.values);
+        let k = self.k.source(source.rows / height * cols, self.keys);
+        let v = self.v.source(source.rows / height * self.values, cols);
+        let (mut keys, mut loaded, mut row_values) = (Vec::new(), None, Vec::new());
+        for (row, out) in rows.zip(out.chunks_exact_mut(cols)) {
+            let (head, i) = (row / height, row % height);
+            if i < self.keys {
+                if loaded != Some(head) {
+                    k.read_rows(files, head * cols..(head + 1) * cols, raw, codes, &mut keys)?;
+                    loaded = Some(head);
+                }
+                for (c, value) in out.iter_mut().enumerate() {
+                    *value = keys[c * self.keys + i];
+                }
+            } else {
+                let row = head * self.values + i - self.keys;
+                v.read_rows(files, row..row + 1, raw, codes, &mut row_values)?;
+                out.copy_from_slice(&row_values);
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use serde_json::json;
+    use smoe_format::half::f32_to_bf16;
+
+    use super::*;
+    use crate::Checkpoint;
+    use crate::family::Place;
+
+    /// Writes `tensors` as a checkpoint.
+    fn write(dir: &Path, config: &serde_json::Value, tensors: &[(&str, &str, &[usize], Vec<u8>)]) {
+        let (mut header, mut data) = (serde_json::Map::new(), Vec::new());
+        for (name, dtype, shape, bytes) in tensors {
+            let start = data.len();
+            data.extend_from_slice(bytes);
+            let entry = json!({"dtype": dtype, "shape": shape, "data_offsets": [start, data.len()]});
+            header.insert((*name).to_owned(), entry);
+        }
+        let header = serde_json::Value::Object(header).to_string();
+        let file = [&(header.len() as u64).to_le_bytes(), header.as_bytes(), &data].concat();
+        std::fs::write(dir.join("model.safetensors"), file).expect("written");
+        std::fs::write(dir.join("config.json"), config.to_string()).expect("written");
+    }
+
+    fn place(name: &str, shape: &[usize]) -> Place {
+        Place { name: name.to_owned(), shape: shape.to_vec(), part: Part::Whole }
+    }
+
+    fn rows(checkpoint: &Checkpoint, name: &str, shape: [usize; 2], rows: Range<usize>) -> Vec<f32> {
+        let source = checkpoint.source(&place(name, &shape)).expect("readable").expect("there");
+        let mut values = Vec::new();
+        checkpoint.read_rows(&source, rows, &mut Vec::new(), &mut values).expect("read");
+        values
+    }
+
+    #[test]
+    fn gate_and_up_are_taken_out_of_their_stack() {
+        let dir = tempfile::tempdir().expect("dir");
+        let (n, cols, f) = (2, 3, 4);
+        // Each weight says where it is: expert, projection, row, column.
+        let number = |e: usize, p: usize, r: usize, c: usize| (64 * e + 32 * p + 4 * r + c) as f32;
+        let bytes =
+            |values: Vec<f32>| values.iter().flat_map(|&v| f32_to_bf16(v).to_le_bytes()).collect::<Vec<u8>>();
+        let (mut gate_up, mut down, mut bias) = (Vec::new(), Vec::new(), Vec::new());
+        for e in 0..n {
+            for c in 0..cols {
+                gate_up.extend((0..2 * f).map(|r| number(e, r % 2, r / 2, c)));
+            }
+            for c in 0..f {
+                down.extend((0..cols).map(|r| number(e, 2, r, c)));
+            }
+            bias.extend((0..2 * f).map(|r| number(e, r % 2, r / 2, 3)));
+        }
+        let at = "model.layers.0.mlp.experts";
+        write(
+            dir.path(),
+            &json!({}),
+            &[
+                (&format!("{at}.gate_up_proj"), "BF16", &[n, cols, 2 * f], bytes(gate_up)),
+                (&format!("{at}.down_proj"), "BF16", &[n, f, cols], bytes(down)),
+                (&format!("{at}.gate_up_proj_bias"), "BF16", &[n, 2 * f], bytes(bias)),
+            ],
+        );
+        let checkpoint = Checkpoint::open(dir.path()).expect("opened");
+        for (p, projection) in ["gate", "up"].into_iter().enumerate() {
+            for e in 0..n {
+                let name = format!("{at}.{e}.{projection}_proj.weight");
+                let wanted: Vec<f32> =
+                    (1..3).flat_map(|r| (0..cols).map(move |c| number(e, p, r, c))).collect();
+                assert_eq!(rows(&checkpoint, &name, [f, cols], 1..3), wanted, "{name}");
+            }
+            let wanted: Vec<f32> = (0..f).map(|r| number(1, p, r, 3)).collect();
+            assert_eq!(rows(&checkpoint, &format!("{at}.{projection}_proj.bias"), [n, f], 1..2), wanted);
+        }
+        let wanted: Vec<f32> = (0..cols).flat_map(|r| (0..f).map(move |c| number(1, 2, r, c))).collect();
+        assert_eq!(rows(&checkpoint, &format!("{at}.1.down_proj.weight"), [cols, f], 0..cols), wanted);
+    }
+
+    #[test]
+    fn four_bit_floats_are_taken_out_of_their_stack() {
+        let dir = tempfile::tempdir().expect("dir");
+        let (n, f, groups) = (2, 3, 2);
+        let at = "model.layers.0.mlp.experts";
+        let blocks: Vec<u8> = (0..n * 2 * f * groups * 16).map(|i| (i * 37 % 251) as u8).collect();
+        let scales: Vec<u8> = (0..n * 2 * f * groups).map(|i| 120 + (i % 9) as u8).collect();
+        let config = json!({"quantization_config": {"quant_method": "mxfp4"}});
+        let names = [format!("{at}.gate_up_proj_blocks"), format!("{at}.gate_up_proj_scales")];
+        let whole: [(&str, &str, &[usize], Vec<u8>); 2] = [
+            (&names[0], "U8", &[n, 2 * f, groups, 16], blocks.clone()),
+            (&names[1], "U8", &[n, 2 * f, groups], scales.clone()),
+        ];
+        write(dir.path(), &config, &whole);
+        let checkpoint = Checkpoint::open(dir.path()).expect("opened");
+        let value = |nibble: u8| {
+            let (exponent, mantissa) = (nibble >> 1 & 3, f32::from(nibble & 1));
+            let magnitude = if exponent == 0 {
+                mantissa / 2.0
+            } else {
+                (1.0 + mantissa / 2.0) * f32::from(1u8 << (exponent - 1))
+            };
+            if nibble < 8 { magnitude } else { -magnitude }
+        };
+        for (p, projection) in ["gate", "up"].into_iter().enumerate() {
+            let name = format!("{at}.1.{projection}_proj.weight");
+            let mut wanted = Vec::new();
+            for r in 0..f {
+                let line = (2 * f + 2 * r + p) * groups;
+                for c in 0..32 * groups {
+                    let byte = blocks[line * 16 + c / 2];
+                    let nibble = if c % 2 == 0 { byte & 15 } else { byte >> 4 };
+                    wanted.push(value(nibble) * 2f32.powi(i32::from(scales[line + c / 32]) - 127));
+                }
+            }
+            assert_eq!(rows(&checkpoint, &name, [f, 32 * groups], 0..f), wanted, "{name}");
+        }
+        write(dir.path(), &config, &whole[..1]);
+        let checkpoint = Checkpoint::open(dir.path()).expect("opened");
+        let up = place(&format!("{at}.0.up_proj.weight"), &[f, 64]);
+        let error = checkpoint.source(&up).expect_err("no scales");
+        assert!(error.to_string().contains("gate_up_proj_scales` is missing"), "{error}");
+    }
+}

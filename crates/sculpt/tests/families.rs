@@ -1,0 +1,212 @@
+//! The families beyond the first two: what their configs mean, and what of them is refused by name.
+#![allow(clippy::unwrap_used, reason = "a test stops at the first surprise")]
+
+use serde_json::{Value, json};
+use smoe_format::ModelSpec;
+use smoe_format::spec::{FfnKind, GroupScore, GroupSpec};
+use smoe_sculpt::{SculptError, Warning, spec_from_config};
+use smoe_testkit::{fixtures, shared_path};
+
+/// A config with what every family asks for.
+fn config(family: &str, own: Value) -> Value {
+    let mut config = json!({
+        "model_type": family, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 150,
+        "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "num_experts_per_tok": 2, "rope_theta": 1e4,
+        "tie_word_embeddings": false,
+    });
+    config.as_object_mut().unwrap().extend(own.as_object().unwrap().clone());
+    config
+}
+
+fn mixtral() -> Value {
+    config("mixtral", json!({ "num_local_experts": 4 }))
+}
+
+fn olmoe() -> Value {
+    config("olmoe", json!({ "num_experts": 8, "norm_topk_prob": false }))
+}
+
+fn qwen2_moe() -> Value {
+    let own = json!({
+        "num_experts": 8, "moe_intermediate_size": 32, "norm_topk_prob": false,
+        "shared_expert_intermediate_size": 64,
+    });
+    config("qwen2_moe", own)
+}
+
+fn glm4_moe() -> Value {
+    let own = json!({
+        "n_routed_experts": 8, "moe_intermediate_size": 32, "n_shared_experts": 1, "norm_topk_prob": true,
+        "partial_rotary_factor": 0.5, "use_qk_norm": true, "attention_bias": true, "n_group": 1,
+        "topk_group": 1, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1,
+    });
+    config("glm4_moe", own)
+}
+
+fn gpt_oss() -> Value {
+    let own = json!({
+        "num_local_experts": 8, "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    });
+    config("gpt_oss", own)
+}
+
+fn deepseek(family: &str) -> Value {
+    let own = json!({
+        "num_key_value_heads": 4, "n_routed_experts": 8, "moe_intermediate_size": 32, "n_shared_experts": 2,
+        "first_k_dense_replace": 1, "moe_layer_freq": 1, "norm_topk_prob": family == "deepseek_v3",
+        "q_lora_rank": null, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
+        "v_head_dim": 32, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 16.0,
+        "topk_method": if family == "deepseek_v3" { "noaux_tc" } else { "group_limited_greedy" },
+        "scoring_func": if family == "deepseek_v3" { "sigmoid" } else { "softmax" },
+    });
+    config(family, own)
+}
+
+fn read(config: &Value) -> (ModelSpec, Vec<Warning>) {
+    spec_from_config(config).unwrap_or_else(|e| panic!("{config}: {e}"))
+}
+
+#[test]
+fn configs_of_the_fixtures_mean_the_models_written_out_by_hand() {
+    for (family, expected) in [
+        ("qwen3_moe", fixtures::qwen3_moe()),
+        ("qwen3_moe_tied", fixtures::qwen3_moe_tied()),
+        ("deepseek", fixtures::deepseek()),
+        ("mixtral", fixtures::mixtral()),
+        ("olmoe", fixtures::olmoe()),
+        ("qwen2_moe", fixtures::qwen2_moe()),
+        ("glm4_moe", fixtures::glm4_moe()),
+        ("gpt_oss", fixtures::gpt_oss()),
+        ("deepseek_v2", fixtures::deepseek_v2()),
+        ("deepseek_v3", fixtures::deepseek_v3()),
+    ] {
+        let Some(path) = shared_path(&format!("fixtures/{family}/config.json")) else { return };
+        let config = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+        assert_eq!(read(&config).0, expected, "{family}");
+    }
+}
+
+#[test]
+fn what_a_family_cannot_compute_is_refused_by_key() {
+    let (v2, v3) = (deepseek("deepseek_v2"), deepseek("deepseek_v3"));
+    for (config, key, value) in [
+        (mixtral(), "sliding_window", json!(4096)),
+        (mixtral(), "attention_bias", json!(true)),
+        (mixtral(), "num_local_experts", Value::Null),
+        (olmoe(), "clip_qkv", json!(8.0)),
+        (olmoe(), "attention_bias", json!(true)),
+        (qwen2_moe(), "shared_expert_intermediate_size", Value::Null),
+        (qwen2_moe(), "qkv_bias", json!("yes")),
+        (qwen2_moe(), "use_sliding_window", json!(true)),
+        (glm4_moe(), "partial_rotary_factor", json!(0.0)),
+        (glm4_moe(), "partial_rotary_factor", json!(1.5)),
+        (glm4_moe(), "topk_group", Value::Null),
+        (glm4_moe(), "routed_scaling_factor", json!("large")),
+        (gpt_oss(), "layer_types", Value::Null),
+        (gpt_oss(), "layer_types", json!(["sliding_attention"])),
+        (gpt_oss(), "layer_types", json!(["full_attention", "full_attention", "linear_attention"])),
+        (gpt_oss(), "sliding_window", Value::Null),
+        (gpt_oss(), "sliding_window", json!(0)),
+        (gpt_oss(), "swiglu_limit", json!("7")),
+        (gpt_oss(), "rope_scaling", json!({ "rope_type": "linear", "factor": 2.0 })),
+        (v2.clone(), "norm_topk_prob", json!(true)),
+        (v2.clone(), "scoring_func", json!("sigmoid")),
+        (v2.clone(), "topk_method", json!("noaux_tc")),
+        (v2.clone(), "num_key_value_heads", json!(2)),
+        (v2.clone(), "kv_lora_rank", Value::Null),
+        (v2.clone(), "attention_bias", json!(true)),
+        (v2, "rope_scaling", json!({ "type": "linear", "factor": 2.0 })),
+        (v3.clone(), "scoring_func", json!("softmax")),
+        (v3.clone(), "topk_method", json!("greedy")),
+        (v3.clone(), "moe_layer_freq", json!(2)),
+        (v3.clone(), "rope_interleave", json!(1)),
+        (v3, "v_head_dim", Value::Null),
+    ] {
+        read(&config);
+        let mut config = config;
+        config[key] = value.clone();
+        match spec_from_config(&config) {
+            Err(SculptError::Config { key: named, expected, .. }) => {
+                assert!(named.starts_with(key) || expected.contains(key), "{key}={value}: {named}");
+            }
+            other => panic!("{key}={value}: {other:?}"),
+        }
+    }
+}
+
+#[test]
+fn sizes_that_the_engine_cannot_have_are_refused() {
+    let mut narrow = deepseek("deepseek_v2");
+    narrow["kv_lora_rank"] = json!(40);
+    let mut groups = deepseek("deepseek_v3");
+    groups["n_group"] = json!(3);
+    let mut few = deepseek("deepseek_v3");
+    few["num_experts_per_tok"] = json!(5);
+    for config in [narrow, groups, few] {
+        assert!(matches!(spec_from_config(&config), Err(SculptError::Format(_))), "{config}");
+    }
+}
+
+#[test]
+fn keys_that_are_silent_mean_what_the_reference_takes() {
+    let with = |mut config: Value, key: &str, value: Value| {
+        config[key] = value;
+        read(&config)
+    };
+    let (spec, warnings) = with(mixtral(), "rms_norm_eps", Value::Null);
+    assert_eq!(spec.rms_norm_eps, 1e-5);
+    assert!(spec.moe.norm_topk && spec.layers == [FfnKind::Moe; 3] && spec.moe.d_expert == 96);
+    assert!(matches!(&warnings[..], [Warning::Default { key: "rms_norm_eps", .. }]), "{warnings:?}");
+    assert_eq!(with(gpt_oss(), "rope_theta", Value::Null).0.rope.theta, 150_000.0);
+    assert!(read(&qwen2_moe()).0.attention.qkv_bias, "published configs do not say so");
+    assert!(!with(qwen2_moe(), "qkv_bias", json!(false)).0.attention.qkv_bias);
+    assert!(!with(glm4_moe(), "use_qk_norm", Value::Null).0.attention.qk_norm);
+    let (spec, warnings) = with(glm4_moe(), "partial_rotary_factor", Value::Null);
+    assert_eq!(spec.rope_dim(), 8);
+    assert_eq!(warnings.len(), 1, "{warnings:?}");
+    assert_eq!(with(glm4_moe(), "partial_rotary_factor", json!(1.0)).0.rope.dim, None);
+    let full = json!(["full_attention", "full_attention", "full_attention"]);
+    assert!(with(gpt_oss(), "layer_types", full).0.windows.is_empty());
+    assert_eq!(read(&gpt_oss()).0.windows, [128, 0, 128]);
+}
+
+#[test]
+fn groups_count_where_they_limit() {
+    let (v2, v3) = (deepseek("deepseek_v2"), deepseek("deepseek_v3"));
+    let groups = |config: &Value| read(config).0.moe.groups;
+    assert_eq!(groups(&v2), Some(GroupSpec { n: 4, top: 2, score: GroupScore::Best }));
+    assert_eq!(groups(&v3), Some(GroupSpec { n: 4, top: 2, score: GroupScore::BestTwo }));
+    let mut greedy = v2;
+    greedy["topk_method"] = json!("greedy");
+    assert_eq!(groups(&greedy), None);
+    let mut all = v3;
+    all["topk_group"] = json!(4);
+    assert_eq!(groups(&all), None);
+}
+
+#[test]
+fn yarn_scales_the_scores_of_latent_attention() {
+    let mut config = deepseek("deepseek_v3");
+    assert_eq!(read(&config).0.attention.score_scale, 1.0);
+    config["rope_scaling"] = json!({
+        "type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1,
+        "original_max_position_embeddings": 64,
+    });
+    let (spec, _) = read(&config);
+    let mscale = 0.1 * 40f64.ln() + 1.0;
+    assert!((spec.attention.score_scale - mscale * mscale).abs() < 1e-12);
+    assert_eq!((spec.attention.key_dim(), spec.attention.kv_planes()), (80, 1));
+}
+
+#[test]
+fn layers_that_guess_ahead_are_left_out_aloud() {
+    let mut config = deepseek("deepseek_v3");
+    let (without, warnings) = read(&config);
+    assert_eq!(warnings, []);
+    config["num_nextn_predict_layers"] = json!(1);
+    let (with, warnings) = read(&config);
+    assert_eq!(with, without);
+    assert!(matches!(&warnings[..], [Warning::Ignored { what: "num_nextn_predict_layers" }]), "{warnings:?}");
+}
