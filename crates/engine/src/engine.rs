@@ -4,7 +4,7 @@ use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use smoe_format::{ExpertKey, FfnKind, ModelSpec, original};
 use smoe_kernels::{Kernels, KernelsError};
@@ -18,11 +18,12 @@ use smoe_store::{
 };
 
 use crate::EngineError;
-use crate::backend::cpu::{self, CALL_EXPERTS, CpuBackend};
-use crate::backend::{Backend, HEAD_ROWS, Row};
+use crate::backend::cpu::{self, CALL_EXPERTS};
+use crate::backend::{Backend, Chosen, DeviceChoice, DeviceTier, HEAD_ROWS, KernelTimes, Row};
 use crate::ceiling::{self, MemoryCeiling};
+use crate::device::DevicePlan;
 use crate::governor::Governor;
-use crate::kv::{KvCache, KvUse, Opened, SpillConfig};
+use crate::kv::{Adopted, BLOCK, KvCache, KvUse, Opened, SpillConfig};
 use crate::memory::MemoryFacts;
 use crate::plan::{Plan, PlanRequest, Subject, all_float};
 use crate::routes::Routes;
@@ -54,6 +55,12 @@ pub struct EngineOptions {
     /// After a decoded token, experts of each layer that are read ahead: so many of the highest in its ranking
     /// that it did not choose. 0 is off.
     pub spec: usize,
+    /// What computes.
+    pub device: DeviceChoice,
+    /// Most bytes of a device's memory; `None` is nearly all of it.
+    pub vram: Option<u64>,
+    /// Most experts of a layer in a device's memory; `None` is as many as fit.
+    pub device_slots: Option<usize>,
 }
 
 impl Default for EngineOptions {
@@ -67,6 +74,9 @@ impl Default for EngineOptions {
             readers: None,
             look_ahead: 0,
             spec: 0,
+            device: DeviceChoice::Cpu,
+            vram: None,
+            device_slots: None,
         }
     }
 }
@@ -94,6 +104,9 @@ const STEPS: usize = 4096;
 const SWEEP_SHARE: f64 = 0.9;
 /// Tokens between two at which the look-ahead is scored while it is off: its products cost a router each.
 const SCORE_EVERY: u64 = 16;
+/// A step of so many tokens and more writes a block of the cache to its file in each layer: it completes many, and
+/// copying one takes little of such a layer's time.
+const SAVE_ROWS: usize = 2 * BLOCK;
 
 /// What a long call may be told, and asked.
 #[derive(Default)]
@@ -154,6 +167,10 @@ pub struct EngineInfo {
     pub direct_io: DirectIo,
     /// Expert file.
     pub experts_path: PathBuf,
+    /// The device's memory, if the backend has any of its own.
+    pub tier: Option<DeviceTier>,
+    /// Why the device is not what one may have hoped for.
+    pub device_note: Option<String>,
 }
 
 /// The counters of an engine: anyone may read them, from any thread, while it works.
@@ -220,6 +237,10 @@ pub struct Engine {
     dropped: Arc<Dropped>,
     /// Of all that decides what is computed.
     fingerprint: [u8; 32],
+    /// The backend has memory of its own.
+    on_device: bool,
+    /// Why the device is not what one may have hoped for.
+    device_note: Option<String>,
     clock: PhaseClock,
     phase_meter: Arc<PhaseMeter>,
     store_meter: Arc<StoreMeter>,
@@ -271,19 +292,36 @@ impl Engine {
     /// As [`Engine::open`].
     pub fn open_on(vault: &Vault, disk: Arc<dyn Disk>, options: &EngineOptions) -> Result<Self, EngineError> {
         let kernels = kernels(options.kernels.as_deref())?;
-        let plan = plan(vault, &options.plan, &MemoryFacts::detect())?;
+        let mut chosen = Chosen::open(&options.device, vault, options.exact)?;
+        let plan = plan(vault, &chosen.adapt(&options.plan, vault), &MemoryFacts::detect())?;
         let backbone = FileDisk::open(&vault.backbone_path, options.disk)?;
         let weights = Weights::load(vault, &backbone, READERS)?;
         let store_meter = Arc::new(StoreMeter::default());
         let direct_io = disk.direct().clone();
         let store = open_store(vault, disk, &plan, options, store_meter.clone())?;
         let spec = vault.spec.clone();
-        let backend =
-            CpuBackend::new(spec.clone(), weights, &vault.experts.layers, &plan, kernels, options.exact);
+        let corrections = weights.corrections();
+        let backend = chosen.backend(
+            &options.device,
+            vault,
+            weights,
+            &plan,
+            kernels,
+            options.exact,
+            options.vram,
+            options.device_slots,
+        )?;
         let phase_meter = Arc::new(PhaseMeter::default());
+        let mut kv = KvCache::new(&spec, plan.kv, plan.kv_positions, plan.sessions)?;
+        let on_device = backend.tier().is_some();
+        if on_device {
+            kv.keep_on_device();
+        }
         Ok(Self {
-            kv: KvCache::new(&spec, plan.kv, plan.kv_positions, plan.sessions)?,
-            routes: Routes::with_capacity(&spec.moe, plan.chunk),
+            kv,
+            on_device,
+            device_note: chosen.note,
+            routes: Routes::with_capacity(&spec.moe, plan.chunk).correcting(corrections),
             wants: Vec::with_capacity(spec.moe.n_experts.max(options.spec * spec.n_layers())),
             leases: Vec::with_capacity(spec.moe.n_experts),
             rows: Vec::with_capacity(plan.chunk),
@@ -301,7 +339,7 @@ impl Engine {
             fingerprint: vault.fingerprint(options.exact),
             clock: PhaseClock::new(phase_meter.clone()),
             phase_meter,
-            backend: Box::new(backend),
+            backend,
             experts_path: vault.experts_path.clone(),
             store,
             direct_io,
@@ -326,6 +364,8 @@ impl Engine {
             kernels: self.kernels.name(),
             direct_io: self.direct_io.clone(),
             experts_path: self.experts_path.clone(),
+            tier: self.backend.tier(),
+            device_note: self.device_note.clone(),
         }
     }
 
@@ -398,15 +438,46 @@ impl Engine {
     /// If a read fails.
     pub fn preload(&mut self, progress: &mut dyn FnMut(u64, u64)) -> Result<(), EngineError> {
         if self.plan.holds_all() {
-            self.store.preload_all(progress)?;
+            self.store.preload_all(&mut *progress)?;
+        }
+        if let Some(tier) = self.backend.tier().filter(|tier| tier.plan.holds_all()) {
+            self.fill_device(&tier.plan, progress)?;
         }
         Ok(())
     }
 
-    /// Empties the ring: what a bench calls cold. Nothing if the ring holds every expert.
+    /// Brings every expert to the device that has room for all.
+    fn fill_device(
+        &mut self,
+        plan: &DevicePlan,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<(), EngineError> {
+        let mut done = 0;
+        let layers: Vec<usize> = self.spec.moe_layers().collect();
+        for layer in layers {
+            self.wants.clear();
+            let key = |expert| ExpertKey { layer: layer as u32, expert };
+            self.wants.extend((0..self.spec.moe.n_experts as u32).map(|e| Want { key: key(e), stamp: 0 }));
+            let mut demand = self.store.demand(&self.wants, Order::Given)?;
+            loop {
+                let n = demand.take_ready(CALL_EXPERTS, &mut self.leases)?;
+                if n == 0 {
+                    break;
+                }
+                done += n;
+                self.backend.bring(layer, &mut self.leases)?;
+                progress(plan.expert_bytes * done as u64 / plan.n_experts.max(1) as u64, plan.expert_bytes);
+            }
+        }
+        Ok(())
+    }
+
+    /// Empties the ring and a device's tier: what a bench calls cold. Nothing if one of them holds every expert.
     pub fn forget_experts(&mut self) {
-        if !self.plan.holds_all() {
+        let on_device = self.backend.tier().is_some_and(|tier| tier.plan.holds_all());
+        if !self.plan.holds_all() && !on_device {
             self.store.forget();
+            self.backend.forget_experts();
         }
         self.watch.begin_step(&[]);
     }
@@ -424,6 +495,18 @@ impl Engine {
         })
     }
 
+    /// For tests that put something around it.
+    #[cfg(test)]
+    pub(crate) fn backend_mut(&mut self) -> &mut Box<dyn Backend> {
+        &mut self.backend
+    }
+
+    /// Does what the governor does.
+    #[cfg(test)]
+    pub(crate) fn set_ring_limit(&mut self, slots: usize) {
+        self.store.set_limit(slots);
+    }
+
     /// Starts a session.
     ///
     /// # Errors
@@ -439,6 +522,7 @@ impl Engine {
             pending: Vec::with_capacity(self.plan.chunk),
             wanted: 0,
             shared: false,
+            broken: None,
             is_open: true,
             dropped: self.dropped.clone(),
         })
@@ -519,8 +603,9 @@ impl Engine {
     /// in order, the rows of a session counted from the first that was. No session's result depends on the others.
     ///
     /// # Errors
-    /// If a read fails or it is cancelled; if there is no room in the cache or more is queued than a step takes. What
-    /// was queued is then forgotten, and every session holds what it held before.
+    /// If a read or the backend fails or it is cancelled; if there is no room in the cache or more is queued than a step
+    /// takes. What was queued is then forgotten, and every session holds what it held before, also if some logits have
+    /// been told.
     ///
     /// # Panics
     /// If a session is another engine's.
@@ -540,24 +625,50 @@ impl Engine {
         control: &mut Control<'_>,
         on_logits: &mut dyn FnMut(usize, usize, &[f32]),
     ) -> Result<(), EngineError> {
-        let done = self.place(sessions).and_then(|()| self.run_step(control, None));
+        let done = self
+            .place(sessions)
+            .and_then(|()| self.run_step(control, None))
+            .and_then(|()| self.look_for_numbers(sessions))
+            .and_then(|()| self.tell_logits(sessions, on_logits));
         if let Err(error) = done {
             for session in sessions {
                 session.queue(&[], 0);
                 self.kv.truncate(session.seq, session.tokens.len());
+                session.broken = session.broken.filter(|&position| position < session.tokens.len());
             }
             return Err(error);
         }
         for session in &mut *sessions {
             session.tokens.append(&mut session.pending);
             // Rows whose logits are wanted, but the last, may be taken back.
-            if session.shared && session.wanted <= 1 {
+            if session.shared && session.broken.is_none() && session.wanted <= 1 {
                 self.kv.commit(session.seq, &session.tokens);
             }
+            session.wanted = 0;
         }
-        let told = self.tell_logits(sessions, on_logits);
         self.end_step();
-        told
+        Ok(())
+    }
+
+    /// Notes which of the sessions that others may continue have computed something that is no number: a backend or
+    /// weights that are broken for some tokens must not spoil what others find. Where the logits of every token are
+    /// wanted, they tell ([`Self::tell_logits`]): a step that only answers asks the backend for nothing more.
+    fn look_for_numbers(&mut self, sessions: &mut [Session]) -> Result<(), EngineError> {
+        let looks = |session: &Session| session.shared && session.wanted < session.pending.len();
+        if !sessions.iter().any(looks) {
+            return Ok(());
+        }
+        let width = self.spec.d_model;
+        let mut rest = self.backend.hidden()?;
+        for session in sessions {
+            let (own, others) = rest.split_at(session.pending.len() * width);
+            rest = others;
+            if looks(session) && session.broken.is_none() && !is_finite(own) {
+                let row = own.chunks_exact(width).take_while(|row| is_finite(row)).count();
+                session.broken = Some(session.tokens.len() + row);
+            }
+        }
+        Ok(())
     }
 
     /// Computes the logits that were asked for, a few rows at a time.
@@ -570,10 +681,9 @@ impl Engine {
         let mut of = [(0, 0); HEAD_ROWS];
         let (mut n, mut end) = (0, 0);
         let last = sessions.iter().rposition(|session| session.wanted > 0);
-        for (i, session) in sessions.iter_mut().enumerate() {
-            let seq = session.seq;
-            end += self.rows[end..].iter().take_while(|row| row.seq == seq).count();
-            let wanted = std::mem::take(&mut session.wanted);
+        for i in 0..sessions.len() {
+            let wanted = sessions[i].wanted;
+            end += sessions[i].pending.len();
             for row in 0..wanted {
                 (rows[n], of[n]) = (end - wanted + row, (i, row));
                 n += 1;
@@ -583,8 +693,13 @@ impl Engine {
                 self.clock.switch(Phase::Head);
                 let logits = self.backend.head(&rows[..n])?;
                 self.clock.switch(Phase::Sampling);
-                for (&(session, row), logits) in of.iter().zip(logits.chunks_exact(self.spec.vocab_size)) {
-                    on_logits(session, row, logits);
+                for (&(i, row), logits) in of.iter().zip(logits.chunks_exact(self.spec.vocab_size)) {
+                    let session = &mut sessions[i];
+                    if session.shared && session.broken.is_none() && !is_finite(logits) {
+                        let first = session.tokens.len() + session.pending.len() - session.wanted;
+                        session.broken = Some(first + row);
+                    }
+                    on_logits(i, row, logits);
                 }
                 n = 0;
             }
@@ -600,13 +715,23 @@ impl Engine {
     /// # Panics
     /// If the session is another engine's, or not empty.
     pub fn adopt(&mut self, session: &mut Session, tokens: &[u32]) -> usize {
+        assert!(session.is_empty(), "only an empty session adopts");
+        self.adopt_some(session, tokens, usize::MAX).held
+    }
+
+    /// As [`Self::adopt`], but reads about so many `blocks` of the file and no more: to be called again, with the same
+    /// tokens, until it is done.
+    ///
+    /// # Panics
+    /// If the session is another engine's, or holds anything that it has not adopted.
+    pub fn adopt_some(&mut self, session: &mut Session, tokens: &[u32], blocks: usize) -> Adopted {
         self.check_owner(session);
         session.shared = true;
         let known = &tokens[..tokens.len().saturating_sub(1)];
-        let held = self.kv.adopt(session.seq, known);
+        let adopted = self.kv.adopt_some(session.seq, known, blocks);
         session.tokens.clear();
-        session.tokens.extend_from_slice(&known[..held]);
-        held
+        session.tokens.extend_from_slice(&known[..adopted.held]);
+        adopted
     }
 
     /// Makes room in the cache for what a session has queued.
@@ -622,19 +747,21 @@ impl Engine {
     pub fn truncate(&mut self, session: &mut Session, len: usize) {
         let len = self.kv.truncate(session.seq, len.min(session.tokens.len()));
         session.tokens.truncate(len);
+        session.broken = session.broken.filter(|&position| position < len);
     }
 
     /// Ends a session. What it computed can still be found if it has ever adopted; its end, if `keep` says so.
     pub fn close(&mut self, mut session: Session, keep: bool) {
         self.check_owner(&session);
-        if session.shared && keep {
+        if session.shared && keep && session.broken.is_none() {
             self.kv.commit_all(session.seq, &session.tokens);
         }
         self.kv.close(session.seq);
         session.is_open = false;
     }
 
-    /// Keeps what sessions computed in a file too, and finds what is there from earlier.
+    /// Keeps what sessions computed in a file too, and finds what is there from earlier. If the file cannot be used, the
+    /// engine goes on without.
     ///
     /// # Errors
     /// As [`smoe_store::BlockFile::open`].
@@ -643,20 +770,29 @@ impl Engine {
         self.kv.spill_to(config, model)
     }
 
-    /// Writes a few blocks of the cache to its file; true if more are to be written.
-    ///
-    /// # Errors
-    /// If the file fails; it is not used any more then.
-    pub fn save_conversations(&mut self, blocks: usize) -> Result<bool, EngineError> {
+    /// Queues a few blocks of the cache for its file, without waiting; true if more are left. To be called after each
+    /// step: the next one may then wait for the file again, within a bound, when room is short.
+    pub fn save_conversations(&mut self, blocks: usize) -> bool {
+        self.kv.end_step();
         self.kv.save(blocks)
     }
 
-    /// Writes everything to the file of the cache, and waits until the drive has it.
-    ///
-    /// # Errors
-    /// If the file fails.
-    pub fn flush_conversations(&mut self) -> Result<(), EngineError> {
-        self.kv.flush()
+    /// Waits until the file of the cache has written something, but not for longer than `limit`; false if that passed or
+    /// there is no file.
+    pub fn wait_for_file(&mut self, limit: Duration) -> bool {
+        self.kv.wait_for_file(limit)
+    }
+
+    /// Brings everything to the file of the cache, and waits until the drive has it, but not for longer than `limit`.
+    /// Returns how many blocks the file may lack; it is then closed.
+    pub fn flush_conversations(&mut self, limit: Duration) -> usize {
+        self.kv.flush(limit)
+    }
+
+    /// What went wrong with the file of the cache, if that was not told yet: its first failure
+    /// ([`EngineError::Spill`]), and that it is given up ([`EngineError::SpillGivenUp`]).
+    pub fn take_warning(&mut self) -> Option<EngineError> {
+        self.kv.take_warning()
     }
 
     /// Blocks of the KV cache, by what they are used for.
@@ -675,6 +811,17 @@ impl Engine {
     #[must_use]
     pub fn spilled(&self) -> Option<BlockFileSnapshot> {
         self.kv.spilled()
+    }
+
+    /// Times a device's kernels from now on, or no longer: gives what was timed so far.
+    pub fn profile_device(&mut self, on: bool) -> Option<KernelTimes> {
+        self.backend.profile(on)
+    }
+
+    /// The device's own memory, if the backend has any.
+    #[must_use]
+    pub fn device_tier(&self) -> Option<DeviceTier> {
+        self.backend.tier()
     }
 
     /// The plan it runs by.
@@ -826,9 +973,16 @@ impl Engine {
         self.store_before = self.store_meter.snapshot();
         self.watch.begin_step(&self.rows);
         self.backend.embed(&self.row_tokens)?;
-        let mut moe_index = 0;
-        for layer in 0..self.spec.n_layers() {
+        let (mut moe_index, mut layer) = (0, 0);
+        while layer < self.spec.n_layers() {
             control.check()?;
+            if observer.is_none() {
+                let next = self.advance(layer, &mut moe_index)?;
+                if next > layer {
+                    layer = next;
+                    continue;
+                }
+            }
             if layer > 0 && n_tokens > 1 {
                 let (done, total) = self.prefilled;
                 control.report(done + n_tokens * layer / self.spec.n_layers(), total);
@@ -839,27 +993,32 @@ impl Engine {
             if let Some(slots) = self.governor.advise(self.store.limit()) {
                 self.store.set_limit(slots);
             }
+            if n_tokens >= SAVE_ROWS {
+                self.kv.save(1);
+            }
             let is_moe = self.spec.layers[layer] == FfnKind::Moe;
-            if is_moe && layer > 0 && n_tokens == 1 {
-                self.foretell(layer)?;
+            if is_moe && layer > 0 && n_tokens == 1 && self.backend.foretells() {
+                self.foretell(layer, moe_index)?;
             }
             self.clock.switch(Phase::Attention);
             self.backend.attend(layer, &self.rows, &mut self.kv)?;
             if !is_moe {
                 self.clock.switch(Phase::Dense);
                 self.backend.dense(layer)?;
+                layer += 1;
                 continue;
             }
             self.store.poll();
-            self.clock.switch(Phase::Router);
+            self.clock.switch(if self.on_device { Phase::Device } else { Phase::Router });
             let logits = self.backend.route(layer)?;
             if let Some(observer) = &mut observer {
                 observer.router(moe_index, first, logits);
             }
-            self.routes.route(self.kernels, &self.spec.moe, logits);
-            self.watch.routed(moe_index, &self.rows, logits, &self.routes);
+            self.routes.route(self.kernels, &self.spec.moe, moe_index, logits);
+            self.watch.routed(self.kernels, moe_index, &self.rows, logits, &self.routes);
             moe_index += 1;
             self.run_experts(layer)?;
+            layer += 1;
         }
         self.tokens_done += n_tokens as u64;
         self.clock.switch(Phase::Other);
@@ -869,14 +1028,30 @@ impl Engine {
         Ok(())
     }
 
+    /// Lets the backend compute what it can by itself from `layer` on, and counts how it routed; gives the layer that
+    /// is left.
+    fn advance(&mut self, layer: usize, moe_index: &mut usize) -> Result<usize, EngineError> {
+        self.clock.switch(Phase::Device);
+        let next = self.backend.advance(layer, &self.rows, &mut self.kv)?;
+        for is_moe in self.spec.layers[layer..next].iter().map(|kind| *kind == FfnKind::Moe) {
+            if is_moe {
+                let logits = self.backend.advanced(*moe_index)?;
+                self.routes.route(self.kernels, &self.spec.moe, *moe_index, logits);
+                self.watch.routed(self.kernels, *moe_index, &self.rows, logits, &self.routes);
+                *moe_index += 1;
+            }
+        }
+        Ok(next)
+    }
+
     /// Ranks the experts of a layer that comes by its router over the hidden states as they are before it: to
     /// read the highest ahead, and now and then to score the ranking.
-    fn foretell(&mut self, layer: usize) -> Result<(), EngineError> {
+    fn foretell(&mut self, layer: usize, index: usize) -> Result<(), EngineError> {
         if self.look_ahead == 0 && !self.tokens_done.is_multiple_of(SCORE_EVERY) {
             return Ok(());
         }
         self.clock.switch(Phase::Router);
-        self.watch.foretell(self.backend.route(layer)?);
+        self.watch.foretell(self.kernels, index, self.backend.route(layer)?, &self.routes);
         if self.look_ahead > 0 {
             self.wants.clear();
             self.ranking.truncate(0);
@@ -912,6 +1087,9 @@ impl Engine {
     fn run_experts(&mut self, layer: usize) -> Result<(), EngineError> {
         self.wants.clear();
         for &expert in self.routes.union() {
+            if !self.backend.lacks(layer, expert) {
+                continue;
+            }
             let last = self.routes.of_expert(expert).1.last().map_or(0, |&token| u64::from(token));
             let key = ExpertKey { layer: layer as u32, expert };
             self.wants.push(Want { key, stamp: self.tokens_done + 1 + last });
@@ -924,7 +1102,8 @@ impl Engine {
             let stamp = self.tokens_done + 1;
             let key = |expert| ExpertKey { layer: layer as u32 + 1, expert };
             self.wants.clear();
-            self.wants.extend((0..self.spec.moe.n_experts as u32).map(key).map(|key| Want { key, stamp }));
+            let lacked = (0..self.spec.moe.n_experts as u32).filter(|&e| self.backend.lacks(layer + 1, e));
+            self.wants.extend(lacked.map(key).map(|key| Want { key, stamp }));
             demand.expect(&self.wants);
         }
         self.clock.switch(Phase::Dense);
@@ -964,7 +1143,10 @@ impl Engine {
 /// Whether all logits are numbers: else the weights, or a kernel, are broken.
 #[must_use]
 pub fn is_finite(logits: &[f32]) -> bool {
-    logits.iter().all(|l| l.is_finite())
+    // What is none has every bit of its exponent set. The largest of some at a time takes no branch.
+    let none = f32::INFINITY.to_bits();
+    let largest = |part: &[f32]| part.iter().fold(0, |largest, l| l.abs().to_bits().max(largest));
+    logits.chunks(64).all(|part| largest(part) < none)
 }
 
 /// The kernels called `name`, or the fastest.

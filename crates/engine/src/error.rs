@@ -47,9 +47,36 @@ pub enum EngineError {
     /// Reading a file failed.
     #[error(transparent)]
     Disk(#[from] DiskError),
+    /// A device failed, or there is none.
+    #[cfg(feature = "gpu")]
+    #[error(transparent)]
+    Gpu(#[from] smoe_gpu::GpuError),
+    /// A model does not fit into a device's memory.
+    #[error(
+        "{device} has {} for a model that needs at least {} there; a shorter --context needs less, and \
+         --device cpu none of it",
+        crate::plan::Bytes(*given),
+        crate::plan::Bytes(*floor)
+    )]
+    DeviceBudget {
+        /// The device.
+        device: String,
+        /// What is needed.
+        floor: u64,
+        /// What there is.
+        given: u64,
+    },
     /// The file of the KV cache cannot be used.
     #[error(transparent)]
     Spill(#[from] BlockFileError),
+    /// The file of the KV cache failed again and again: conversations are kept in memory only from here on.
+    #[error("the file of the KV cache failed {failures} times and is not used any more: {source}")]
+    SpillGivenUp {
+        /// Reads and writes that failed.
+        failures: u64,
+        /// The last failure.
+        source: BlockFileError,
+    },
     /// The system has no room for the resident weights.
     #[error(transparent)]
     OutOfMemory(#[from] OutOfMemory),
@@ -134,8 +161,8 @@ pub enum EngineError {
     /// The request was cancelled; what was computed is kept.
     #[error("cancelled")]
     Cancelled,
-    /// A logit is not a number: the weights, or a kernel, are broken.
-    #[error("a logit at position {position} is not finite")]
+    /// A hidden state or a logit is not a number: the weights, or a kernel, are broken.
+    #[error("what was computed at position {position} is not finite")]
     NotFinite {
         /// Position in the session.
         position: usize,

@@ -3,6 +3,7 @@
 //! A plan is made once, a machine's memory is shared for hours. Three signs are watched: what could be claimed
 //! without swapping (`MemAvailable`), what is left below the lowest cgroup limit, and how long tasks stood
 //! still for want of memory (PSI). Overshooting costs a factor (EXP-MEMORY-02), a smaller ring some percent.
+//! macOS tells the first, and instead of the last whether it asks programs to give memory back.
 //!
 //! Looking costs a few reads of `/proc` into buffers on the stack, some times a second: nothing is allocated.
 
@@ -97,6 +98,8 @@ impl Governor {
 /// The files that tell, kept open.
 #[derive(Debug)]
 struct Sources {
+    /// `/`, but for tests.
+    root: PathBuf,
     meminfo: Option<File>,
     pressure: Option<File>,
     /// Limit, and what is used of it, of each cgroup that has one.
@@ -115,6 +118,7 @@ impl Sources {
             })
             .collect();
         Self {
+            root: root.to_owned(),
             meminfo: open(root.join("proc/meminfo")),
             pressure: open(root.join("proc/pressure/memory")),
             groups,
@@ -137,7 +141,10 @@ impl Sources {
             // The pressure is the machine's: it says nothing where a cgroup is tighter.
             Some(signs(field("MemAvailable:")?, field("MemTotal:")?, stalled.unwrap_or(0.0)))
         });
-        let mut tightest = machine;
+        let mut tightest = machine.or_else(|| {
+            let machine = memory::machine(&self.root)?;
+            Some(signs(machine.available, machine.physical, if machine.pressed { 100.0 } else { 0.0 }))
+        });
         for (limit, usage, stat) in &self.groups {
             let Some(used) = read(usage, &mut buffer).and_then(|text| text.trim().parse::<u64>().ok()) else {
                 continue;

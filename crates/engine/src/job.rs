@@ -3,7 +3,7 @@
 use std::fmt;
 use std::ops::ControlFlow;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use crate::{EngineError, Finish, Limits, Sampling};
@@ -129,8 +129,37 @@ pub trait Driver: Send {
     /// queue is full ([`EngineError::QueueFull`]).
     fn submit(&mut self, job: Job) -> Result<JobId, EngineError>;
 
+    /// Queues jobs, all or none. What only does [`Self::submit`] is not that strict: it cancels those that it has
+    /// queued when one is refused.
+    ///
+    /// # Errors
+    /// As [`Self::submit`].
+    fn submit_all(&mut self, jobs: Vec<Job>) -> Result<Vec<JobId>, EngineError> {
+        let mut cancels = Vec::with_capacity(jobs.len());
+        let submit = |job: Job| {
+            cancels.push(job.cancel.clone());
+            self.submit(job)
+        };
+        let ids: Result<Vec<JobId>, EngineError> = jobs.into_iter().map(submit).collect();
+        if ids.is_err() {
+            cancels.iter().for_each(|cancel| cancel.store(true, Ordering::Relaxed));
+        }
+        ids
+    }
+
     /// Does one step of work; false if there was nothing to do. What fails, fails the jobs that it concerns.
     fn step(&mut self) -> bool;
+
+    /// What went wrong and concerns no job, if that was not told yet: the file of the cache. Each is told once.
+    fn take_warning(&mut self) -> Option<EngineError> {
+        None
+    }
+
+    /// Ends every job as [`Finish::Stopped`], and brings what all of them computed to the file of the cache, for as long
+    /// as `limit` allows. Returns how many blocks the file may lack. Nothing is to be asked of it afterwards.
+    fn close(&mut self, _limit: Duration) -> usize {
+        0
+    }
 
     /// What is running and waiting.
     fn load(&self) -> Load;
@@ -145,10 +174,16 @@ pub struct Load {
     pub prefilling: usize,
     /// Jobs waiting.
     pub queued: usize,
-    /// The most that run at once; fewer than planned on a small ring.
+    /// The most that run at once; fewer than planned while the ring is small.
     pub max_running: usize,
     /// The most that wait.
     pub max_queued: usize,
+    /// Tokens that were guessed, and of those the right ones, since the start.
+    pub guessed: u64,
+    /// See `guessed`.
+    pub accepted: u64,
+    /// Times that a job went back to the queue for want of room, since the start.
+    pub sent_back: u64,
     /// Blocks of the KV cache in all, and positions of one.
     pub kv_blocks: usize,
     /// Blocks that running jobs hold.
@@ -157,6 +192,12 @@ pub struct Load {
     pub kv_cached: usize,
     /// Positions of a block.
     pub kv_block_tokens: usize,
+    /// Whether the cache has a file that is used.
+    pub kv_has_file: bool,
+    /// Reads and writes of the file that failed.
+    pub kv_file_failures: u64,
+    /// Blocks that gave way before the file had taken them.
+    pub kv_lost: u64,
     /// Positions of the longest conversation.
     pub context: usize,
 }

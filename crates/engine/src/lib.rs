@@ -14,6 +14,7 @@
 
 pub mod backend;
 pub mod ceiling;
+pub mod device;
 mod engine;
 mod error;
 mod governor;
@@ -30,13 +31,15 @@ mod vault;
 mod watch;
 mod weights;
 
+pub use backend::{DeviceChoice, DeviceTier, KernelTimes};
+pub use device::DevicePlan;
 pub use engine::{
     Control, Engine, EngineInfo, EngineOptions, Finish, Limits, Meters, Observer, POLICY, is_finite, kernels,
     plan as plan_vault,
 };
 pub use error::EngineError;
 pub use job::{Constraint, Driver, Ended, Event, Job, JobId, Load, Sink, Usage};
-pub use kv::{KvUse, SpillConfig};
+pub use kv::{Adopted, KvUse, SpillConfig};
 pub use routes::Routes;
 pub use sampler::{Sampler, Sampling};
 pub use scheduler::{Scheduler, SchedulerOptions};

@@ -1,10 +1,12 @@
 //! How much memory this process may use: physical, cgroup limit, and what is free right now.
 //!
 //! Sources on Linux: `/proc/meminfo`; cgroup v2 `memory.max` and v1 `memory.limit_in_bytes` of the own
-//! group and every ancestor. A limit that cannot be read is taken as absent.
+//! group and every ancestor. A limit that cannot be read is taken as absent. macOS is asked itself.
 
 use std::fs;
 use std::path::{Path, PathBuf};
+
+use smoe_store::{MachineMemory, machine_memory};
 
 /// What the machine says of its memory, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -13,7 +15,7 @@ pub struct MemoryFacts {
     pub physical: u64,
     /// The lowest cgroup limit above this process, if any.
     pub cgroup_limit: Option<u64>,
-    /// What could be claimed now without swapping (`MemAvailable`), if known.
+    /// What could be claimed now without swapping (`MemAvailable`, or its like), if known.
     pub available: Option<u64>,
 }
 
@@ -35,11 +37,13 @@ impl MemoryFacts {
     /// Reads them below another root directory: what tests do.
     fn under(root: &Path) -> Self {
         let meminfo = fs::read_to_string(root.join("proc/meminfo")).unwrap_or_default();
-        let physical = meminfo_field(&meminfo, "MemTotal:").or_else(macos_physical).unwrap_or(8 << 30);
+        let machine = machine(root);
+        let physical =
+            meminfo_field(&meminfo, "MemTotal:").or(machine.map(|m| m.physical)).unwrap_or(8 << 30);
         Self {
             physical,
             cgroup_limit: cgroup_limit(root).filter(|limit| *limit < physical),
-            available: meminfo_field(&meminfo, "MemAvailable:"),
+            available: meminfo_field(&meminfo, "MemAvailable:").or(machine.map(|m| m.available)),
         }
     }
 
@@ -68,15 +72,9 @@ pub(crate) fn meminfo_field(meminfo: &str, name: &str) -> Option<u64> {
     rest.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
-#[cfg(target_os = "macos")]
-fn macos_physical() -> Option<u64> {
-    let out = std::process::Command::new("/usr/sbin/sysctl").args(["-n", "hw.memsize"]).output().ok()?;
-    String::from_utf8(out.stdout).ok()?.trim().parse().ok()
-}
-
-#[cfg(not(target_os = "macos"))]
-fn macos_physical() -> Option<u64> {
-    None
+/// What the system itself says; nothing below a directory that stands for another.
+pub(crate) fn machine(root: &Path) -> Option<MachineMemory> {
+    if root == Path::new("/") { machine_memory() } else { None }
 }
 
 /// The lowest limit of the own cgroup and its ancestors, in either version.

@@ -171,7 +171,7 @@ impl Plan {
         let activation_bytes = |chunk: usize, context: usize| {
             let per_session = Sampler::bytes(spec.vocab_size) + 4 * spec.vocab_size as u64;
             CpuBackend::activation_bytes(spec, subject.groups, chunk, context, threads)
-                + RopeTable::bytes(spec.attention.head_dim, context)
+                + RopeTable::bytes(spec.rope_dim(), context)
                 + sessions as u64 * per_session
         };
         let without_ring = |chunk: usize, context: usize| {

@@ -5,7 +5,7 @@
 
 use smoe_format::spec::{RopeScaling, RopeSpec};
 
-/// Cosines and sines, `[positions, head_dim / 2]` each.
+/// Cosines and sines, `[positions, rope_dim / 2]` each.
 #[derive(Debug)]
 pub struct RopeTable {
     half: usize,
@@ -16,8 +16,8 @@ pub struct RopeTable {
 impl RopeTable {
     /// The table for positions below `positions`.
     #[must_use]
-    pub fn new(spec: &RopeSpec, head_dim: usize, positions: usize) -> Self {
-        let half = head_dim / 2;
+    pub fn new(spec: &RopeSpec, rope_dim: usize, positions: usize) -> Self {
+        let half = rope_dim / 2;
         let frequencies = frequencies(spec, half);
         let factor = match spec.scaling {
             RopeScaling::Yarn { attention_factor, .. } => attention_factor,
@@ -41,8 +41,8 @@ impl RopeTable {
 
     /// Bytes of a table.
     #[must_use]
-    pub const fn bytes(head_dim: usize, positions: usize) -> u64 {
-        (head_dim * positions * size_of::<f32>()) as u64
+    pub const fn bytes(rope_dim: usize, positions: usize) -> u64 {
+        (rope_dim * positions * size_of::<f32>()) as u64
     }
 
     /// Cosines of a position.
@@ -96,7 +96,7 @@ mod tests {
 
     #[test]
     fn plain_angles_are_position_times_frequency() {
-        let spec = RopeSpec { theta: 10_000.0, scaling: RopeScaling::None };
+        let spec = RopeSpec { theta: 10_000.0, ..RopeSpec::default() };
         let table = RopeTable::new(&spec, 4, 8);
         assert_eq!(table.cos(0), [1.0, 1.0]);
         assert!((table.sin(3)[0] - 3f32.sin()).abs() < 1e-6);
@@ -113,8 +113,8 @@ mod tests {
             attention_factor: 1.0,
             truncate: true,
         };
-        let plain = frequencies(&RopeSpec { theta: 1e6, scaling: RopeScaling::None }, 32);
-        let stretched = frequencies(&RopeSpec { theta: 1e6, scaling: yarn }, 32);
+        let plain = frequencies(&RopeSpec { theta: 1e6, ..RopeSpec::default() }, 32);
+        let stretched = frequencies(&RopeSpec { theta: 1e6, scaling: yarn, ..RopeSpec::default() }, 32);
         assert_eq!(plain[0], stretched[0]);
         assert!((plain[31] / stretched[31] - 4.0).abs() < 1e-9);
         assert!(plain.iter().zip(&stretched).all(|(p, s)| *s <= *p && *s >= *p / 4.0 - 1e-18));

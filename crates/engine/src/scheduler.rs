@@ -1,17 +1,23 @@
 //! Many conversations at once: each step carries the next token of every one that is being answered, and a part of a
 //! prompt, so that an expert which several need is read once.
 //!
-//! - *Order*: prompts are computed first come, first served; while others are being answered, in parts that keep the
-//!   step short, and answering gets as much time as prompts took ([`Pace`]).
-//! - *Room*: a job is let in when the cache has room for its prompt and the beginning of an answer. Should the room
-//!   not suffice later, the youngest job goes back to the queue; what it computed is found again when it returns.
-//! - *Sharing*: a prompt goes on from the longest beginning that any earlier job computed.
+//! - *Order*: jobs are let in first come, first served. Every prompt that was let in advances in every part, a short one
+//!   most (`share.rs` states the bound); while others are being answered, in parts that keep the step short, and
+//!   answering gets as much time as prompts took (`pace.rs`).
+//! - *Room*: a job is let in when the cache has room for what is new of its prompt and for the beginning of an answer.
+//!   Should the room not suffice later, the youngest job goes back to the queue; what it computed is found again when it
+//!   returns.
+//! - *Sharing*: a prompt goes on from the longest beginning that any earlier job computed; what of it is in the file is
+//!   read a few blocks a step, while others go on.
 //! - *Failure*: when a step fails, its jobs go on one at a time, so that only those fail that cannot go on.
 //!
-//! What a job gets does not depend on the others.
+//! What a job gets does not depend on the others. A step that only answers allocates nothing.
 
 mod draft;
 mod pace;
+mod share;
+#[cfg(test)]
+mod tests;
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -26,11 +32,12 @@ use crate::sampler::log_probabilities;
 use crate::{Control, Engine, EngineError, Finish, Sampler, Session, is_finite};
 use draft::Drafts;
 use pace::Pace;
+use share::{Share, deal};
 
 /// How a scheduler works.
 #[derive(Clone, Debug)]
 pub struct SchedulerOptions {
-    /// The most jobs that wait.
+    /// The most jobs that wait. 0: a job is refused unless it can be let in now.
     pub max_queued: usize,
     /// Aimed at as the longest wait for a token while a prompt is computed.
     pub stall: Duration,
@@ -38,7 +45,7 @@ pub struct SchedulerOptions {
     pub at_once: Option<usize>,
     /// Guess tokens that follow in the prompt or the answer, and check several in one step, while that pays.
     pub speculate: bool,
-    /// File of the cache.
+    /// File of the cache; none also leaves the engine the one that it has.
     pub spill: Option<SpillConfig>,
 }
 
@@ -61,6 +68,12 @@ const RING_TOKENS: usize = 4;
 const ANSWER_ROOM: usize = 256;
 /// Blocks written to the file after a step, and four times as many while there is nothing else to do.
 const SAVE_BLOCKS: usize = 4;
+/// Blocks read from the file in a step, each reader thread's two; and four times as many while nobody is being answered.
+const LOAD_BLOCKS: usize = 8;
+/// The most that is waited for the file when there is nothing else to do.
+const IDLE_WAIT: Duration = Duration::from_millis(200);
+/// The most that is waited for the file when a scheduler goes.
+const CLOSE: Duration = Duration::from_secs(5);
 
 /// A job that was let in, or waits.
 struct Active {
@@ -75,10 +88,12 @@ struct Active {
     submitted: Instant,
     begun: Option<Instant>,
     first: Option<Instant>,
-    /// It has looked for what is known of its tokens.
+    /// It holds what was known of its tokens; until then that is being looked for and read.
     adopted: bool,
     /// Tokens guessed to follow, which the running step checks.
     draft: Vec<u32>,
+    /// It is looking for the first time.
+    is_new: bool,
     /// A guess was wrong: the rows after it say nothing.
     refuted: bool,
     end: Option<Result<Finish, EngineError>>,
@@ -91,6 +106,17 @@ impl Active {
 
     fn answered(&self) -> usize {
         self.tokens.len() - self.prompt_len
+    }
+
+    /// Whether it lacks nothing but the token that was said last.
+    fn is_answering(&self, session: &Session) -> bool {
+        self.adopted && self.answered() > 0 && session.len() + 1 == self.tokens.len()
+    }
+
+    /// Positions that it will have, as far as is looked ahead.
+    fn expected_len(&self, context: usize) -> usize {
+        let left = self.job.limits.max_tokens.saturating_sub(self.answered()).min(ANSWER_ROOM);
+        (self.tokens.len() + left).min(context.max(self.tokens.len()))
     }
 
     /// Tells how far the prompt is, `held` tokens being held.
@@ -173,10 +199,26 @@ pub struct Scheduler {
     /// Jobs of a step that failed, to go on alone.
     alone: VecDeque<JobId>,
     step: Composed,
-    max_running: usize,
+    /// Jobs of the running step.
+    in_step: Vec<JobId>,
+    /// Positions that each session held before it, and those that it computes.
+    before: Vec<(usize, usize)>,
+    shares: Vec<Share>,
     next_id: u64,
     pace: Pace,
     drafts: Drafts,
+    counts: Counts,
+    /// Why there is no file although one was asked for.
+    warning: Option<EngineError>,
+    is_closed: bool,
+}
+
+/// Counts since the start.
+#[derive(Clone, Copy, Debug, Default)]
+struct Counts {
+    guessed: u64,
+    accepted: u64,
+    sent_back: u64,
 }
 
 impl std::fmt::Debug for Scheduler {
@@ -188,31 +230,39 @@ impl std::fmt::Debug for Scheduler {
 impl Scheduler {
     /// A scheduler of as many jobs at once as the engine was planned for sessions, fewer on a small ring.
     ///
+    /// A file of the cache that cannot be used is no error: conversations are then kept in memory only, and
+    /// [`Driver::take_warning`] says why. Who wants to know before the engine is loaded calls [`Engine::spill_to`].
+    ///
     /// # Errors
-    /// If the file of the cache cannot be opened.
+    /// None so far.
     pub fn new(mut engine: Engine, options: SchedulerOptions) -> Result<Self, EngineError> {
-        if let Some(spill) = &options.spill {
-            engine.spill_to(spill)?;
-        }
-        let plan = engine.plan();
+        let warning = options.spill.as_ref().and_then(|spill| engine.spill_to(spill).err());
+        let (chunk, sessions) = (engine.plan().chunk, engine.plan().sessions);
         Ok(Self {
-            pace: Pace::new(options.stall, plan.chunk),
-            max_running: options
-                .at_once
-                .unwrap_or_else(|| suggested(&engine))
-                .min(plan.sessions)
-                .min(plan.chunk / 2)
-                .max(1),
+            pace: Pace::new(options.stall, chunk),
             engine,
             options,
             waiting: VecDeque::new(),
-            running: Vec::new(),
-            sessions: Vec::new(),
+            running: Vec::with_capacity(sessions),
+            sessions: Vec::with_capacity(sessions),
             alone: VecDeque::new(),
             step: Composed::default(),
+            in_step: Vec::with_capacity(sessions),
+            before: Vec::with_capacity(sessions),
+            shares: Vec::with_capacity(sessions),
             next_id: 1,
             drafts: Drafts::default(),
+            counts: Counts::default(),
+            warning,
+            is_closed: false,
         })
+    }
+
+    /// Jobs at once, as the ring is now: it shrinks while the machine's memory is short. Those that are inside stay.
+    fn max_running(&self) -> usize {
+        let plan = self.engine.plan();
+        let most = self.options.at_once.unwrap_or_else(|| suggested(&self.engine));
+        most.min(plan.sessions).min(plan.chunk / 2).max(1)
     }
 
     /// The engine.
@@ -234,15 +284,14 @@ impl Scheduler {
             return Err(EngineError::Token { id, vocab_size });
         }
         job.sampling.validate(vocab_size)?;
-        if self.waiting.len() >= self.options.max_queued {
-            return Err(EngineError::QueueFull { queued: self.waiting.len() });
-        }
         let id = JobId(self.next_id);
         self.next_id += 1;
         let prompt_len = job.prompt.len();
+        let mut tokens = std::mem::take(&mut job.prompt);
+        tokens.reserve_exact(job.limits.max_tokens.min(plan.context + 1 - prompt_len));
         Ok(Active {
             id,
-            tokens: std::mem::take(&mut job.prompt),
+            tokens,
             prompt_len,
             usage: Usage { prompt: prompt_len, ..Usage::default() },
             job,
@@ -251,25 +300,48 @@ impl Scheduler {
             begun: None,
             first: None,
             adopted: false,
-            draft: Vec::new(),
+            draft: Vec::with_capacity(draft::MOST),
+            is_new: false,
             refuted: false,
             end: None,
         })
     }
 
+    /// Blocks that a job needs and the jobs inside do not hold, nor are about to: beside the first so many of them.
+    fn lacks(&self, active: &Active, held: usize, inside: usize) -> usize {
+        let expected = active.expected_len(self.engine.plan().context).div_ceil(BLOCK);
+        let shared = |j| self.shared(&active.tokens, j) / BLOCK;
+        let shared = if active.adopted { 0 } else { (0..inside).map(shared).max().unwrap_or(0) };
+        expected.saturating_sub(shared.max(held.div_ceil(BLOCK)))
+    }
+
+    /// How many of those that wait, and of `more` behind them, can be let in now.
+    fn admissible(&self, more: &[Active]) -> usize {
+        let inside = self.running.len();
+        let free = self.max_running().saturating_sub(inside);
+        if free == 0 || (self.waiting.is_empty() && more.is_empty()) {
+            return 0;
+        }
+        let jobs = self.running.iter().zip(&self.sessions).enumerate();
+        // What those inside may still take.
+        let mut promised: usize =
+            jobs.map(|(i, (active, session))| self.lacks(active, session.len(), i)).sum();
+        let available = self.engine.kv_available();
+        let mut n = 0;
+        for active in self.waiting.iter().chain(more).take(free) {
+            // One more, as a block that is shared in part is copied.
+            promised += self.lacks(active, 0, inside) + 1;
+            if promised > available && inside + n > 0 {
+                break;
+            }
+            n += 1;
+        }
+        n
+    }
+
     /// Lets jobs in, as far as there is room.
     fn admit(&mut self) {
-        while self.running.len() < self.max_running
-            && let Some(next) = self.waiting.front()
-        {
-            let room = next.job.limits.max_tokens.min(ANSWER_ROOM);
-            let blocks = (next.tokens.len() + room).div_ceil(BLOCK) + 1;
-            // What those inside may still take.
-            let promised: usize = self.running.iter().zip(&self.sessions).map(still_to_take).sum();
-            let fits = blocks + promised <= self.engine.kv_available();
-            if !fits && !self.running.is_empty() {
-                return;
-            }
+        while self.admissible(&[]) > 0 {
             let Ok(session) = self.engine.open_session() else { return };
             let Some(mut active) = self.waiting.pop_front() else { return };
             if active.sampler.is_none() {
@@ -288,82 +360,108 @@ impl Scheduler {
         }
     }
 
-    /// Says what the step computes: a token of every job that is being answered, and a part of a prompt.
+    /// Says what the step computes: a token of every job that is being answered, and a part of the prompts.
     fn compose(&mut self) {
-        let is_running = |id: &JobId| self.running.iter().any(|active| active.id == *id);
-        self.alone.retain(is_running);
-        let alone = self.alone.pop_front();
-        let answering = |active: &Active, session: &Session| {
-            active.answered() > 0 && session.len() + 1 == active.tokens.len()
-        };
-        let jobs = || 0..self.running.len();
-        let decoding = jobs().filter(|&i| answering(&self.running[i], &self.sessions[i])).count();
-        let mut budget = self.pace.prompt_tokens(decoding);
+        let Self { alone, running, sessions, .. } = self;
+        alone.retain(|id| running.iter().any(|active| active.id == *id));
+        let alone = alone.pop_front();
+        let takes_part = |active: &Active| active.end.is_none() && alone.is_none_or(|id| id == active.id);
         self.step = Composed::default();
-        let prompts =
-            jobs().any(|i| self.running[i].end.is_none() && !answering(&self.running[i], &self.sessions[i]));
-        let drafts = decoding == 1 && !prompts && alone.is_none() && self.options.speculate;
-        let chunk = self.engine.plan().chunk;
-        let mut begun: Vec<usize> = Vec::new();
-        let context = self.engine.plan().context;
-        for i in 0..self.running.len() {
-            let waits = !self.running[i].adopted && begun.iter().any(|&j| self.awaits(i, j));
-            let (active, session) = (&mut self.running[i], &mut self.sessions[i]);
+        let (mut answering, mut prompts) = (0, 0);
+        for (active, session) in running.iter_mut().zip(&mut *sessions) {
             session.queue(&[], 0);
             active.draft.clear();
             active.refuted = false;
-            let skipped = active.end.is_some() || alone.is_some_and(|id| id != active.id);
-            if skipped {
-                continue;
-            }
-            let decodes = answering(active, session);
-            if !decodes && !active.adopted {
-                if budget == 0 || waits {
-                    continue;
-                }
-                let now = Instant::now();
-                let held = self.engine.adopt(session, &active.tokens);
-                active.adopted = true;
-                if active.begun.is_none() {
-                    active.begun = Some(now);
-                    active.usage.queued = now - active.submitted;
-                    active.usage.cached = held.min(active.prompt_len);
-                }
-                active.tell_prefill(held);
-                if active.end.is_some() {
-                    continue;
-                }
-            }
-            let rest = &active.tokens[session.len()..];
-            if decodes {
-                self.step.answers += 1;
-                session.queue(rest, 1);
-                if drafts {
-                    let room = context.saturating_sub(active.tokens.len()).min(chunk - 1);
-                    let left = active.job.limits.max_tokens.saturating_sub(active.answered() + 1).min(room);
-                    self.drafts.draft(&active.tokens, left, &mut active.draft);
-                    if !active.draft.is_empty() {
-                        let mut all = rest.to_vec();
-                        all.extend_from_slice(&active.draft);
-                        session.queue(&all, all.len());
-                    }
-                }
-            } else if budget > 0 {
-                let n = rest.len().min(budget);
-                budget -= n;
-                self.step.prompt += n;
-                session.queue(&rest[..n], usize::from(n == rest.len()));
-                begun.push(i);
+            if takes_part(active) {
+                let is_answering = active.is_answering(session);
+                answering += usize::from(is_answering);
+                prompts += usize::from(!is_answering);
             }
         }
+        if prompts > 0 {
+            self.load_known(LOAD_BLOCKS * if answering == 0 { 4 } else { 1 }, &takes_part);
+        }
+        let plan = self.engine.plan();
+        let Self { running, sessions, shares, .. } = self;
+        let (context, chunk) = (plan.context, plan.chunk);
+        let drafts = answering == 1 && prompts == 0 && alone.is_none() && self.options.speculate;
+        shares.clear();
+        for (job, (active, session)) in running.iter_mut().zip(&mut *sessions).enumerate() {
+            if !takes_part(active) || !active.adopted {
+                continue;
+            }
+            let rest = &active.tokens[session.len()..];
+            if !active.is_answering(session) {
+                shares.push(Share { job, lacks: rest.len(), takes: 0 });
+                continue;
+            }
+            session.queue(rest, 1);
+            self.step.answers += 1;
+            if drafts {
+                let room = context.saturating_sub(active.tokens.len()).min(chunk - 1);
+                let left = active.job.limits.max_tokens.saturating_sub(active.answered() + 1).min(room);
+                self.drafts.draft(&active.tokens, left, &mut active.draft);
+                session.queue_guesses(&active.draft);
+            }
+        }
+        let budget = self.pace.prompt_tokens(self.step.answers);
+        if budget == 0 || shares.is_empty() {
+            return;
+        }
+        deal(budget, shares);
+        for share in &*shares {
+            let session = &mut sessions[share.job];
+            let rest = &running[share.job].tokens[session.len()..];
+            session.queue(&rest[..share.takes], usize::from(share.takes == rest.len()));
+            self.step.prompt += share.takes;
+        }
+    }
+
+    /// Goes on with looking for what is known of prompts, and reading it: about `most` blocks, as many for each.
+    fn load_known(&mut self, most: usize, takes_part: &dyn Fn(&Active) -> bool) {
+        let looks = |this: &Self, i: usize| {
+            let active = &this.running[i];
+            takes_part(active)
+                && !active.adopted
+                && !(0..i).any(|j| takes_part(&this.running[j]) && this.awaits(i, j))
+        };
+        let jobs = (0..self.running.len()).filter(|&i| looks(self, i)).count();
+        for i in 0..self.running.len() {
+            if !looks(self, i) {
+                continue;
+            }
+            let (active, session) = (&mut self.running[i], &mut self.sessions[i]);
+            let now = Instant::now();
+            let adopted = self.engine.adopt_some(session, &active.tokens, (most / jobs).max(1));
+            active.adopted = adopted.is_done;
+            let is_first = active.begun.is_none();
+            if is_first {
+                active.begun = Some(now);
+                active.usage.queued = now - active.submitted;
+            }
+            active.is_new |= is_first;
+            if active.is_new {
+                active.usage.cached = adopted.held.min(active.prompt_len);
+            }
+            if active.adopted {
+                active.is_new = false;
+                active.tell_prefill(adopted.held);
+            }
+        }
+    }
+
+    /// Leading tokens that the `j`-th job holds, or will hold before one with these tokens goes on.
+    fn shared(&self, tokens: &[u32], j: usize) -> usize {
+        let other = &self.running[j].tokens;
+        let common = tokens.iter().zip(other).take_while(|(a, b)| a == b).count() / BLOCK * BLOCK;
+        if 2 * common >= tokens.len() { common } else { common.min(self.sessions[j].len() / BLOCK * BLOCK) }
     }
 
     /// Whether the `i`-th job had better wait for what the `j`-th is about to compute: most of its prompt, of which the
     /// other does not hold all yet.
     fn awaits(&self, i: usize, j: usize) -> bool {
-        let (own, other) = (&self.running[i].tokens, &self.running[j].tokens);
-        let common = own.iter().zip(other).take_while(|(a, b)| a == b).count() / BLOCK * BLOCK;
-        common > self.sessions[j].len() && 2 * common >= own.len()
+        let other = &self.sessions[j];
+        !self.running[j].is_answering(other) && self.shared(&self.running[i].tokens, j) > other.len()
     }
 
     /// Sees to it that what was composed has room: sends the youngest back until it has.
@@ -375,6 +473,7 @@ impl Scheduler {
         while let Some((i, error)) = lacks(self) {
             let youngest = (0..self.running.len()).max_by_key(|&i| self.running[i].id).unwrap_or(i);
             if self.running.len() > 1 {
+                self.counts.sent_back += 1;
                 self.send_back(youngest);
                 continue;
             }
@@ -388,6 +487,7 @@ impl Scheduler {
         let mut active = self.running.remove(i);
         self.engine.close(self.sessions.remove(i), true);
         active.adopted = false;
+        active.is_new = false;
         active.draft.clear();
         let place = self.waiting.partition_point(|other| other.id < active.id);
         self.waiting.insert(place, active);
@@ -399,13 +499,14 @@ impl Scheduler {
         if n == 0 {
             return false;
         }
-        let Self { engine, running, sessions, .. } = self;
+        let Self { engine, running, sessions, in_step, before, .. } = self;
         let (kernels, context) = (engine.kernels(), engine.plan().context);
-        let in_step: Vec<JobId> =
-            running.iter().zip(&*sessions).filter(|(_, s)| s.queued() > 0).map(|(a, _)| a.id).collect();
+        in_step.clear();
+        in_step.extend(running.iter().zip(&*sessions).filter(|(_, s)| s.queued() > 0).map(|(a, _)| a.id));
         let drafted = running.iter().map(|active| active.draft.len()).sum::<usize>();
         let Composed { prompt, answers } = self.step;
-        let before: Vec<(usize, usize)> = sessions.iter().map(|s| (s.len(), s.queued())).collect();
+        before.clear();
+        before.extend(sessions.iter().map(|s| (s.len(), s.queued())));
         let running = RefCell::new(running);
         let all_cancelled = || {
             let running = running.try_borrow();
@@ -415,7 +516,7 @@ impl Scheduler {
         };
         let mut progress = |done: usize, total: usize| {
             // A step of prompts alone is long: its layers tell how far it is.
-            for (active, (held, queued)) in running.borrow_mut().iter_mut().zip(&before) {
+            for (active, (held, queued)) in running.borrow_mut().iter_mut().zip(&*before) {
                 if *queued > 1 && active.answered() == 0 && active.end.is_none() {
                     active.tell_prefill(held + queued * done / total.max(1));
                 }
@@ -431,18 +532,20 @@ impl Scheduler {
             Ok(()) => {
                 let accepted = self.settle();
                 self.pace.note(prompt, answers, time);
+                self.counts.guessed += drafted as u64;
+                self.counts.accepted += accepted as u64;
                 if answers == 1 && prompt == 0 {
                     self.drafts.note(drafted, accepted, time);
                 }
             }
             Err(EngineError::Cancelled) => {}
-            Err(error) if in_step.len() == 1 => {
-                let failed = self.running.iter_mut().find(|active| active.id == in_step[0]);
+            Err(error) if self.in_step.len() == 1 => {
+                let failed = self.running.iter_mut().find(|active| active.id == self.in_step[0]);
                 if let Some(active) = failed {
                     active.end = Some(Err(error));
                 }
             }
-            Err(_) => self.alone.extend(in_step),
+            Err(_) => self.alone.extend(&self.in_step),
         }
         true
     }
@@ -451,14 +554,18 @@ impl Scheduler {
     /// right.
     fn settle(&mut self) -> usize {
         let mut accepted = 0;
-        for (active, session) in self.running.iter_mut().zip(&mut self.sessions) {
+        let jobs = self.running.iter_mut().zip(&mut self.sessions).zip(&self.before);
+        for ((active, session), (_, queued)) in jobs {
             if active.answered() > 0 {
                 let drafted = active.draft.len();
                 let keep = session.len().min(active.tokens.len() - 1);
                 accepted += drafted - (session.len() - keep).min(drafted);
                 self.engine.truncate(session, keep);
-            } else {
+            } else if *queued > 0 {
                 active.tell_prefill(session.len());
+            }
+            if let Some(position) = session.broken {
+                active.end = Some(Err(EngineError::NotFinite { position }));
             }
         }
         accepted
@@ -490,15 +597,12 @@ impl Scheduler {
     }
 }
 
-/// Ends every job as [`Finish::Stopped`]; what all of them computed is brought to the file.
+/// As [`Driver::close`], within some seconds.
 impl Drop for Scheduler {
     fn drop(&mut self) {
-        for active in self.waiting.iter_mut().chain(&mut self.running) {
-            active.end.get_or_insert(Ok(Finish::Stopped));
+        if !self.is_closed {
+            self.close(CLOSE);
         }
-        self.end_jobs();
-        // Nobody is left to hear of a failure; it costs a prefill one day.
-        let _ = self.engine.flush_conversations();
     }
 }
 
@@ -506,27 +610,37 @@ impl Drop for Scheduler {
 fn suggested(engine: &Engine) -> usize {
     let (plan, spec) = (engine.plan(), engine.spec());
     let token = spec.moe_layers().count() * spec.moe.top_k;
-    if plan.holds_all() { plan.sessions } else { plan.ring_slots / (RING_TOKENS * token.max(1)) }
-}
-
-/// Blocks that a job inside may still take.
-fn still_to_take((active, session): (&Active, &Session)) -> usize {
-    let left = active.job.limits.max_tokens.saturating_sub(active.answered()).min(ANSWER_ROOM);
-    (active.tokens.len() + left).div_ceil(BLOCK).saturating_sub(session.len().div_ceil(BLOCK))
+    let slots = engine.ring_limit();
+    if slots >= plan.n_experts { plan.sessions } else { slots / (RING_TOKENS * token.max(1)) }
 }
 
 fn tell_end(mut active: Active) {
     let result = active.end.unwrap_or(Ok(Finish::Stopped));
+    // Of what it had not come to the end of.
+    match (active.begun, active.first) {
+        (None, _) => active.usage.queued = active.submitted.elapsed(),
+        (Some(begun), None) => active.usage.prefill = begun.elapsed(),
+        _ => {}
+    }
     // Nothing can be stopped any more.
     let _ = active.job.sink.event(Event::End(Ended { result, usage: active.usage }));
 }
 
 impl Driver for Scheduler {
     fn submit(&mut self, job: Job) -> Result<JobId, EngineError> {
-        let active = self.new_active(job)?;
-        let id = active.id;
-        self.waiting.push_back(active);
-        Ok(id)
+        let ids = self.submit_all(vec![job])?;
+        Ok(ids[0])
+    }
+
+    fn submit_all(&mut self, jobs: Vec<Job>) -> Result<Vec<JobId>, EngineError> {
+        let new = jobs.into_iter().map(|job| self.new_active(job)).collect::<Result<Vec<_>, _>>()?;
+        if self.waiting.len() + new.len() > self.options.max_queued + self.admissible(&new) {
+            let queued = self.waiting.len() - self.admissible(&[]);
+            return Err(EngineError::QueueFull { queued });
+        }
+        let ids = new.iter().map(|active| active.id).collect();
+        self.waiting.extend(new);
+        Ok(ids)
     }
 
     fn step(&mut self) -> bool {
@@ -536,10 +650,12 @@ impl Driver for Scheduler {
         self.make_room();
         let computed = self.compute();
         self.end_jobs();
-        let blocks = if computed { SAVE_BLOCKS } else { 4 * SAVE_BLOCKS };
-        // A file that fails is given up; conversations are then kept in memory only.
-        let more = self.engine.save_conversations(blocks).unwrap_or(false);
-        computed || more || !self.running.is_empty() || !self.waiting.is_empty()
+        let more = self.engine.save_conversations(if computed { SAVE_BLOCKS } else { 4 * SAVE_BLOCKS });
+        if computed || !self.running.is_empty() || !self.waiting.is_empty() {
+            return true;
+        }
+        // A drive that stands still is left alone until there is something else to do.
+        more && self.engine.wait_for_file(IDLE_WAIT)
     }
 
     fn load(&self) -> Load {
@@ -549,13 +665,32 @@ impl Driver for Scheduler {
             running: self.running.len(),
             prefilling,
             queued: self.waiting.len(),
-            max_running: self.max_running,
+            max_running: self.max_running(),
             max_queued: self.options.max_queued,
+            guessed: self.counts.guessed,
+            accepted: self.counts.accepted,
+            sent_back: self.counts.sent_back,
             kv_blocks: usage.blocks,
             kv_used: usage.held,
             kv_cached: usage.cached,
             kv_block_tokens: BLOCK,
+            kv_has_file: usage.has_file,
+            kv_file_failures: usage.file_failures,
+            kv_lost: usage.lost,
             context: self.engine.plan().context,
         }
+    }
+
+    fn take_warning(&mut self) -> Option<EngineError> {
+        self.warning.take().or_else(|| self.engine.take_warning())
+    }
+
+    fn close(&mut self, limit: Duration) -> usize {
+        for active in self.waiting.iter_mut().chain(&mut self.running) {
+            active.end.get_or_insert(Ok(Finish::Stopped));
+        }
+        self.end_jobs();
+        self.is_closed = true;
+        self.engine.flush_conversations(limit)
     }
 }

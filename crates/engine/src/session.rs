@@ -27,6 +27,8 @@ pub struct Session {
     pub(crate) wanted: usize,
     /// Others may find what it computed.
     pub(crate) shared: bool,
+    /// The first position whose hidden state was not finite; from there on nothing is for others to find.
+    pub(crate) broken: Option<usize>,
     pub(crate) is_open: bool,
     /// Of the engine that made it.
     pub(crate) dropped: Arc<Dropped>,
@@ -66,6 +68,12 @@ impl Session {
         self.pending.clear();
         self.pending.extend_from_slice(tokens);
         self.wanted = logits.min(tokens.len());
+    }
+
+    /// Adds guesses at what follows, of which all the logits are wanted too.
+    pub(crate) fn queue_guesses(&mut self, guesses: &[u32]) {
+        self.pending.extend_from_slice(guesses);
+        self.wanted += guesses.len();
     }
 
     /// How many tokens are queued.

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use smoe_format::ModelSpec;
+use smoe_kernels::Kernels;
 use smoe_meter::RouteMeter;
 use smoe_store::replay::Trace;
 
@@ -13,18 +14,19 @@ use crate::routes::Routes;
 /// Expert ids of the longest trace: 8 MB, ten thousand tokens of a model with 48 layers and 8 experts each.
 const TRACE_IDS: usize = 4 << 20;
 
-/// The router logits of the last decoded token, and the counters fed from them.
+/// What experts ranked by for the last decoded token (router logits, if nothing corrects them), and the counters fed
+/// from it.
 #[derive(Debug)]
 pub(crate) struct RouteWatch {
     meter: Arc<RouteMeter>,
     n_experts: usize,
-    /// `[MoE layers, experts]`: logits of the last decoded token.
+    /// `[MoE layers, experts]`: of the last decoded token.
     last: Vec<f32>,
     /// Whose they are: a session and the position that continues it. None while a step runs.
     next: Option<(SeqId, u32)>,
     /// The running step continues what `last` is of.
     continues: bool,
-    /// `[experts]`: logits of the look-ahead into the layer that comes.
+    /// `[experts]`: of the look-ahead into the layer that comes.
     ahead: Vec<f32>,
     ahead_is_fresh: bool,
     trace: Option<Trace>,
@@ -57,24 +59,32 @@ impl RouteWatch {
         std::mem::replace(&mut self.trace, trace)
     }
 
-    /// Keeps the look-ahead into the next MoE layer to be routed.
-    pub(crate) fn foretell(&mut self, logits: &[f32]) {
+    /// Keeps the look-ahead into the next MoE layer to be routed, the `index`-th.
+    pub(crate) fn foretell(&mut self, kernels: Kernels, index: usize, logits: &[f32], routes: &Routes) {
         self.ahead.copy_from_slice(logits);
+        routes.rank_by(kernels, index, &mut self.ahead);
         self.ahead_is_fresh = true;
     }
 
-    /// The look-ahead's logits.
+    /// What experts rank by in the look-ahead.
     pub(crate) fn ahead(&self) -> &[f32] {
         &self.ahead
     }
 
-    /// Logits of the last decoded token at the `index`-th MoE layer.
+    /// What experts ranked by for the last decoded token at the `index`-th MoE layer.
     pub(crate) fn last(&self, index: usize) -> &[f32] {
         &self.last[index * self.n_experts..(index + 1) * self.n_experts]
     }
 
     /// The `index`-th MoE layer was routed for `rows` by `logits`.
-    pub(crate) fn routed(&mut self, index: usize, rows: &[Row], logits: &[f32], routes: &Routes) {
+    pub(crate) fn routed(
+        &mut self,
+        kernels: Kernels,
+        index: usize,
+        rows: &[Row],
+        logits: &[f32],
+        routes: &Routes,
+    ) {
         for &expert in routes.union() {
             self.meter.used(index, expert as usize, routes.of_expert(expert).0.len());
         }
@@ -95,6 +105,7 @@ impl RouteWatch {
             experts.iter().for_each(|&e| self.meter.rank_ahead(rank(&self.ahead, e as usize)));
         }
         last.copy_from_slice(logits);
+        routes.rank_by(kernels, index, last);
     }
 
     /// A step ended: what is kept belongs to its last row if it was a decoded token, else to nobody.

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Mutex;
 
-use smoe_format::backbone::LayerPart;
+use smoe_format::backbone::LayerPart as P;
 use smoe_format::{BackboneTensor, Encoding, FfnKind, ModelSpec, file_name};
 use smoe_kernels::Matrix;
 use smoe_store::{AlignedBuf, Disk};
@@ -38,6 +38,7 @@ pub struct Ffn {
 }
 
 /// The feed-forward weights of a layer that are resident.
+#[allow(clippy::large_enum_variant, reason = "one a layer, and nearly all of the larger kind")]
 #[derive(Clone, Debug)]
 pub enum LayerFfn {
     /// A dense layer.
@@ -46,8 +47,49 @@ pub enum LayerFfn {
     Moe {
         /// `[n_experts, d_model]`.
         router: Tensor,
+        /// `[n_experts]`, added to the logits.
+        router_bias: Option<Vec<f32>>,
+        /// `[n_experts]`, added to scores for the choice; empty if there is none.
+        correction: Vec<f32>,
         /// What every token visits.
         shared: Option<Ffn>,
+        /// `[1, d_model]`, what the shared expert's weight is the sigmoid of.
+        shared_scale: Option<Tensor>,
+        /// Gate, up, down: a row per expert.
+        biases: Option<[Tensor; 3]>,
+    },
+}
+
+/// What makes queries, and what is remembered, of a token.
+#[derive(Clone, Debug)]
+pub enum Projections {
+    /// Heads of their own.
+    Heads {
+        /// `[n_heads * head_dim, d_model]`.
+        q: Tensor,
+        /// `[n_kv_heads * head_dim, d_model]`.
+        k: Tensor,
+        /// `[n_kv_heads * head_dim, d_model]`.
+        v: Tensor,
+        /// Of the three.
+        bias: Option<[Vec<f32>; 3]>,
+        /// For queries and keys: `[head_dim]`, or as long as all their heads.
+        norm: Option<[Vec<f32>; 2]>,
+    },
+    /// A latent that all heads share.
+    Latent {
+        /// `[q_rank, d_model]` and its norm `[q_rank]`, if queries come from a latent too.
+        q_down: Option<(Tensor, Vec<f32>)>,
+        /// `[n_heads * head_dim, q_rank or d_model]`.
+        q: Tensor,
+        /// `[kv_rank + rope_dim, d_model]`.
+        kv_down: Tensor,
+        /// `[kv_rank]`.
+        kv_norm: Vec<f32>,
+        /// `[n_heads * kv_rank, head_dim - rope_dim]`.
+        k_up: Tensor,
+        /// `[n_heads * value_dim, kv_rank]`.
+        v_up: Tensor,
     },
 }
 
@@ -56,16 +98,14 @@ pub enum LayerFfn {
 pub struct LayerWeights {
     /// `[d_model]`.
     pub attn_norm: Vec<f32>,
-    /// `[n_heads * head_dim, d_model]`.
-    pub q: Tensor,
-    /// `[n_kv_heads * head_dim, d_model]`.
-    pub k: Tensor,
-    /// `[n_kv_heads * head_dim, d_model]`.
-    pub v: Tensor,
-    /// `[d_model, n_heads * head_dim]`.
+    /// Into attention.
+    pub projections: Projections,
+    /// `[n_heads]`.
+    pub sinks: Option<Vec<f32>>,
+    /// `[d_model, n_heads * value_dim]`.
     pub o: Tensor,
-    /// `[head_dim]` each, for queries and keys.
-    pub qk_norm: Option<(Vec<f32>, Vec<f32>)>,
+    /// `[d_model]`.
+    pub o_bias: Option<Vec<f32>>,
     /// `[d_model]`.
     pub ffn_norm: Vec<f32>,
     /// Feed-forward part.
@@ -125,17 +165,33 @@ impl Weights {
     /// Every matrix.
     pub fn tensors(&self) -> impl Iterator<Item = &Tensor> {
         let layers = self.layers.iter().flat_map(|layer| {
-            let (router, ffn) = match &layer.ffn {
-                LayerFfn::Dense(dense) => (None, Some(dense)),
-                LayerFfn::Moe { router, shared } => (Some(router), shared.as_ref()),
+            let (router, ffn, scale) = match &layer.ffn {
+                LayerFfn::Dense(dense) => (None, Some(dense), None),
+                LayerFfn::Moe { router, shared, shared_scale, .. } => {
+                    (Some(router), shared.as_ref(), shared_scale.as_ref())
+                }
             };
             let ffn = ffn.map(|ffn| [&ffn.gate, &ffn.up, &ffn.down]);
-            [&layer.q, &layer.k, &layer.v, &layer.o]
-                .into_iter()
-                .chain(router)
-                .chain(ffn.into_iter().flatten())
+            let projections = match &layer.projections {
+                Projections::Heads { q, k, v, .. } => [Some(q), Some(k), Some(v), None, None],
+                Projections::Latent { q_down, q, kv_down, k_up, v_up, .. } => {
+                    [q_down.as_ref().map(|(down, _)| down), Some(q), Some(kv_down), Some(k_up), Some(v_up)]
+                }
+            };
+            let ffn = ffn.into_iter().flatten();
+            projections.into_iter().flatten().chain([&layer.o]).chain(router).chain(scale).chain(ffn)
         });
         [&self.embed, &self.head].into_iter().chain(layers)
+    }
+
+    /// What is added to the scores of each MoE layer's experts for the choice; nothing where nothing is.
+    #[must_use]
+    pub fn corrections(&self) -> Vec<Vec<f32>> {
+        let of_layer = |layer: &LayerWeights| match &layer.ffn {
+            LayerFfn::Moe { correction, .. } => Some(correction.clone()),
+            LayerFfn::Dense(_) => None,
+        };
+        self.layers.iter().filter_map(of_layer).collect()
     }
 }
 
@@ -174,31 +230,54 @@ impl Source<'_> {
         let ffn = |gate, up, down| {
             Ok::<_, EngineError>(Ffn { gate: matrix(gate)?, up: matrix(up)?, down: matrix(down)? })
         };
+        let (a, moe) = (&spec.attention, &spec.moe);
+        let projections = match a.latent {
+            None => Projections::Heads {
+                q: matrix(P::Q)?,
+                k: matrix(P::K)?,
+                v: matrix(P::V)?,
+                bias: if_so(a.qkv_bias, || Ok([vector(P::QBias)?, vector(P::KBias)?, vector(P::VBias)?]))?,
+                norm: if_so(a.qk_norm, || Ok([vector(P::QNorm)?, vector(P::KNorm)?]))?,
+            },
+            Some(latent) => Projections::Latent {
+                q_down: if_so(latent.q_rank > 0, || Ok((matrix(P::QDown)?, vector(P::QDownNorm)?)))?,
+                q: matrix(P::Q)?,
+                kv_down: matrix(P::KvDown)?,
+                kv_norm: vector(P::KvDownNorm)?,
+                k_up: matrix(P::KUp)?,
+                v_up: matrix(P::VUp)?,
+            },
+        };
+        let biases = [P::ExpertGateBias, P::ExpertUpBias, P::ExpertDownBias];
+        let ffn = match spec.layers[index] {
+            FfnKind::Dense(_) => LayerFfn::Dense(ffn(P::Gate, P::Up, P::Down)?),
+            FfnKind::Moe => LayerFfn::Moe {
+                router: matrix(P::Router)?,
+                router_bias: if_so(moe.router_bias, || vector(P::RouterBias))?,
+                correction: if_so(moe.correction_bias, || vector(P::Correction))?.unwrap_or_default(),
+                shared: if_so(moe.d_shared > 0, || ffn(P::SharedGate, P::SharedUp, P::SharedDown))?,
+                shared_scale: if_so(moe.shared_gate, || matrix(P::SharedScale))?,
+                biases: if_so(moe.expert_bias, || {
+                    let [gate, up, down] = biases.map(matrix);
+                    Ok([gate?, up?, down?])
+                })?,
+            },
+        };
         Ok(LayerWeights {
-            attn_norm: vector(LayerPart::AttnNorm)?,
-            q: matrix(LayerPart::Q)?,
-            k: matrix(LayerPart::K)?,
-            v: matrix(LayerPart::V)?,
-            o: matrix(LayerPart::O)?,
-            qk_norm: if spec.attention.qk_norm {
-                Some((vector(LayerPart::QNorm)?, vector(LayerPart::KNorm)?))
-            } else {
-                None
-            },
-            ffn_norm: vector(LayerPart::FfnNorm)?,
-            ffn: match spec.layers[index] {
-                FfnKind::Dense(_) => LayerFfn::Dense(ffn(LayerPart::Gate, LayerPart::Up, LayerPart::Down)?),
-                FfnKind::Moe => LayerFfn::Moe {
-                    router: matrix(LayerPart::Router)?,
-                    shared: if spec.moe.d_shared > 0 {
-                        Some(ffn(LayerPart::SharedGate, LayerPart::SharedUp, LayerPart::SharedDown)?)
-                    } else {
-                        None
-                    },
-                },
-            },
+            attn_norm: vector(P::AttnNorm)?,
+            projections,
+            sinks: if_so(a.sinks, || vector(P::Sinks))?,
+            o: matrix(P::O)?,
+            o_bias: if_so(a.o_bias, || vector(P::OBias))?,
+            ffn_norm: vector(P::FfnNorm)?,
+            ffn,
         })
     }
+}
+
+/// What `read` gives, if the model has it.
+fn if_so<T>(is_there: bool, read: impl FnOnce() -> Result<T, EngineError>) -> Result<Option<T>, EngineError> {
+    if is_there { read().map(Some) } else { Ok(None) }
 }
 
 /// Fills `buffer` with the whole file, several reads in flight; gives the crc32c of its bytes.

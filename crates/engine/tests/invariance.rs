@@ -19,7 +19,7 @@ const ENCODINGS: [(&str, &str); 5] = [
 
 #[test]
 fn ring_chunk_threads_and_kernels_do_not_change_a_bit() {
-    for model in TinyModel::all(11) {
+    for model in TinyModel::every(11) {
         for (experts, backbone) in ENCODINGS {
             let dir = tempfile::tempdir().unwrap();
             let vault = write_tiny(dir.path(), &model, experts, backbone);
@@ -61,7 +61,7 @@ fn ring_chunk_threads_and_kernels_do_not_change_a_bit() {
 
 #[test]
 fn prefill_of_n_tokens_is_n_decode_steps() {
-    for model in TinyModel::all(12) {
+    for model in TinyModel::every(12) {
         for kv in [KvType::F32, KvType::F16, KvType::Q8] {
             let dir = tempfile::tempdir().unwrap();
             let vault = write_tiny(dir.path(), &model, "q4/64", "q8/64");
@@ -87,7 +87,7 @@ fn prefill_of_n_tokens_is_n_decode_steps() {
 /// tokens are served in several calls, and the next layer is read ahead.
 #[test]
 fn a_long_prefill_is_the_same_however_it_is_cut() {
-    for model in TinyModel::all(13) {
+    for model in TinyModel::every(13) {
         let dir = tempfile::tempdir().unwrap();
         let vault = write_tiny(dir.path(), &model, "q4/64", "q8/64");
         let tokens = 1000;
@@ -117,7 +117,7 @@ fn a_long_prefill_is_the_same_however_it_is_cut() {
 
 #[test]
 fn reading_ahead_changes_no_bit() {
-    for model in TinyModel::all(14) {
+    for model in TinyModel::every(14) {
         let dir = tempfile::tempdir().unwrap();
         let vault = write_tiny(dir.path(), &model, "q4/64", "q8/64");
         let (prompt, answer) = (model.prompt(20, 3), model.prompt(40, 4));

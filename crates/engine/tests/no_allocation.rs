@@ -17,7 +17,7 @@ static ALLOCATOR: CountingAllocator = CountingAllocator::new();
 #[test]
 fn decoded_tokens_do_not_allocate() {
     for (experts, backbone) in [("q4/64", "q8/64"), ("bf16", "bf16")] {
-        for model in TinyModel::all(9) {
+        for model in TinyModel::every(9) {
             let dir = tempfile::tempdir().unwrap();
             let vault = write_tiny(dir.path(), &model, experts, backbone);
             // A ring at the floor: tokens read and evict.

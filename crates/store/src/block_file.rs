@@ -21,6 +21,10 @@
 //! Whom a new block replaces: the least recently used one, by a clock of puts, gets and touches, of those
 //! whose descendants are all gone (`block_file/index.rs`). After a restart recency is the order of writing;
 //! uses since are not recorded.
+//!
+//! Nobody who has something else to do need wait for the disk: [`BlockFile::put`] never does,
+//! [`BlockFile::wait`] and [`BlockFile::flush_within`] do for as long as they are told, and
+//! [`BlockFile::abandon`] leaves a disk that stands still to itself.
 
 mod error;
 mod index;
@@ -44,6 +48,7 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 use std::thread;
+use std::time::{Duration, Instant};
 use writers::Writers;
 
 /// Longest note of a block, in bytes.
@@ -170,6 +175,11 @@ pub struct BlockFile {
     /// Those of writes that are queued or under way, by slot.
     writing: HashMap<u32, Arc<AlignedBuf>>,
     failures: Vec<BlockFailure>,
+    /// Syncs that the writers were asked for and have not done, and the first that failed.
+    syncing: usize,
+    not_synced: Option<io::Error>,
+    /// The writers are left to themselves.
+    is_abandoned: bool,
     /// Those fields that count.
     counts: BlockFileSnapshot,
 }
@@ -216,7 +226,20 @@ impl BlockFile {
         let opened = Opened { blocks: index.len(), dropped, stale, direct_io: disk.direct().clone() };
         let writers = Writers::start(disk.clone(), queue)?;
         let (writing, failures, counts) = Default::default();
-        Ok((Self { disk, geometry, index, writers, idle, writing, failures, counts }, opened))
+        let file = Self {
+            disk,
+            geometry,
+            index,
+            writers,
+            idle,
+            writing,
+            failures,
+            syncing: 0,
+            not_synced: None,
+            is_abandoned: false,
+            counts,
+        };
+        Ok((file, opened))
     }
 
     /// The blocks that are held, in no order that means anything.
@@ -227,6 +250,11 @@ impl BlockFile {
     /// Whether a block is held. Its payload may turn out to be damaged all the same.
     pub fn contains(&self, key: u128) -> bool {
         self.index.find(key).is_some()
+    }
+
+    /// The blocks that are held and continue `parent`, in no order that means anything.
+    pub fn children(&self, parent: u128) -> impl Iterator<Item = &BlockMeta> {
+        self.index.children(parent).map(|held| &held.meta)
     }
 
     /// Copies a block and queues its write, which may replace another block. False means that no buffer is
@@ -341,14 +369,53 @@ impl BlockFile {
         std::mem::take(&mut self.failures)
     }
 
+    /// Waits until a write has ended or none is under way, but not for longer than `limit`; false if that passed.
+    pub fn wait(&mut self, limit: Duration) -> bool {
+        let came = self.writers.wait(Instant::now().checked_add(limit));
+        self.settle();
+        came
+    }
+
     /// Returns once everything that was queued is on the drive, or has failed, which [`poll`](Self::poll)
     /// reports.
     ///
     /// # Errors
     /// [`BlockFileError::Io`] if the system cannot say that it is.
     pub fn flush(&mut self) -> Result<(), BlockFileError> {
-        self.finish();
-        self.disk.sync().map_err(|source| io_error(&*self.disk, "bring it to the drive", source))
+        self.flush_until(None).map(|_| ())
+    }
+
+    /// As [`flush`](Self::flush), but not for longer than `limit`; false if that passed. What is under way goes on.
+    ///
+    /// # Errors
+    /// As [`flush`](Self::flush).
+    pub fn flush_within(&mut self, limit: Duration) -> Result<bool, BlockFileError> {
+        self.flush_until(Instant::now().checked_add(limit))
+    }
+
+    fn flush_until(&mut self, deadline: Option<Instant>) -> Result<bool, BlockFileError> {
+        if !self.finish(deadline) {
+            return Ok(false);
+        }
+        self.syncing += 1;
+        self.writers.sync();
+        while self.syncing > 0 {
+            if !self.writers.wait(deadline) {
+                return Ok(false);
+            }
+            self.settle();
+        }
+        match self.not_synced.take() {
+            Some(source) => Err(io_error(&*self.disk, "bring it to the drive", source)),
+            None => Ok(true),
+        }
+    }
+
+    /// Closes the file without waiting: what is queued is dropped. A write that is under way ends behind the
+    /// caller's back, and the file stays locked until then.
+    pub fn abandon(mut self) {
+        self.is_abandoned = true;
+        self.writers.abandon();
     }
 
     /// Counts, and what is held now.
@@ -361,18 +428,26 @@ impl BlockFile {
         }
     }
 
-    /// Returns once nothing is queued or under way.
-    fn finish(&mut self) {
-        // More than once: the end of a write may begin a wiping.
+    /// Returns once nothing is queued or under way; false if that is not so at the deadline.
+    fn finish(&mut self, deadline: Option<Instant>) -> bool {
+        // The end of a write may begin a wiping.
         while !self.writing.is_empty() || self.index.leaving() > 0 {
-            self.writers.wait_idle();
+            if !self.writers.wait(deadline) {
+                return false;
+            }
             self.settle();
         }
+        true
     }
 
     /// Takes in the reports of the writers.
     fn settle(&mut self) {
         for writers::Done { slot, outcome } in self.writers.take_done() {
+            let Some(slot) = slot else {
+                self.syncing -= 1;
+                self.not_synced = self.not_synced.take().or(outcome.err());
+                continue;
+            };
             self.counts.write_errors += u64::from(outcome.is_err());
             let Some(buffer) = self.writing.remove(&slot) else {
                 // A wiping. If it failed, the block may be found again, as after a crash.
@@ -422,7 +497,9 @@ impl BlockFile {
 
 impl Drop for BlockFile {
     fn drop(&mut self) {
-        self.finish();
+        if !self.is_abandoned {
+            self.finish(None);
+        }
     }
 }
 

@@ -37,6 +37,7 @@
 //! | `exchange`, `reader` | the queues between owner and readers; what a reader does (queues model-checked) |
 //! | `want` | what is demanded: experts, stamps, order |
 //! | `memory` | the arena as plain bytes, for those who measure memory |
+//! | `machine` | what macOS says of its memory |
 //! | `store`, `demand`, `ahead`, `preload` | the owner's side: shared parts, batches, low priority, everything at once |
 //! | `block_file`, `block_file/` | apart from all that: a bounded file of blocks that survives a crash |
 //! | `faulty`, `counting` | scripted disks and a counting allocator for tests (feature `test-support`) |
@@ -56,6 +57,7 @@ mod faulty;
 mod file_disk;
 mod key_table;
 mod lease;
+mod machine;
 mod memory;
 mod policy;
 mod preload;
@@ -83,6 +85,7 @@ pub use error::StoreError;
 pub use faulty::{Fault, FaultyDisk, Gate, MemoryDisk};
 pub use file_disk::{FileDisk, OpenMode};
 pub use lease::Lease;
+pub use machine::{MachineMemory, machine_memory};
 pub use memory::ArenaMemory;
 pub use policy::{Clock, Fifo, LfuDecay, Lrfu, Lru, Policy, PolicyKind, S3Fifo, Slru};
 pub use record::{Record, RecordDecoder};

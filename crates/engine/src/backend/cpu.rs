@@ -4,10 +4,12 @@
 //! are claimed once for the longest step.
 
 use smoe_format::expert_file::LayerTable;
+use smoe_format::spec::LatentSpec;
 use smoe_format::{Encoding, FfnKind, ModelSpec, Uniform};
 use smoe_kernels::{
-    Activations, AttentionHeads, AttentionScratch, ExpertCall, ExpertScratch, Input, Kernels, KvBlocks,
-    KvPlane, Matrix, Pool, Product, RopeStyle, Sight, expert_ffn, matmul, matmul_all,
+    Activations, AttentionHeads, AttentionScratch, ExpertBias, ExpertCall, ExpertScratch, HeadInput,
+    HeadScratch, Input, Kernels, KvBlocks, KvPlane, Matrix, Pool, Product, RopeStyle, Sight, expert_ffn,
+    head_matmul, matmul, matmul_all,
 };
 use smoe_store::Lease;
 
@@ -17,7 +19,7 @@ use crate::kv::{self, BLOCK, KvCache};
 use crate::plan::Plan;
 use crate::rope::RopeTable;
 use crate::routes::Routes;
-use crate::weights::{Ffn, LayerFfn, Tensor, Weights};
+use crate::weights::{Ffn, LayerFfn, Projections, Tensor, Weights};
 
 /// Experts of one kernel call; a fork-join serves them all.
 pub(crate) const CALL_EXPERTS: usize = 16;
@@ -142,6 +144,20 @@ impl Context {
         });
     }
 
+    /// Turns the first elements of each head of `x`, as wide as what is rotated of it.
+    fn rotate(&self, x: &mut [f32], head_dim: usize, position: u32) {
+        let (cos, sin) = (self.rope.cos(position as usize), self.rope.sin(position as usize));
+        let style = if self.spec.rope.interleaved { RopeStyle::Interleaved } else { RopeStyle::Half };
+        self.kernels.rope(x, head_dim, cos, sin, style);
+    }
+
+    /// Adds `bias` to every row of `x`.
+    fn add_bias(&self, x: &mut [f32], bias: Option<&[f32]>) {
+        if let Some(bias) = bias {
+            self.pool.chunks_mut(x, bias.len(), &|_, row| self.kernels.add_in_place(row, bias));
+        }
+    }
+
     /// `x += y`, row by row.
     fn add(&self, x: &mut [f32], y: &[f32]) {
         let d = self.spec.d_model;
@@ -165,11 +181,12 @@ pub struct CpuBackend {
     input: Plane,
     /// `[B, n_heads * head_dim]`.
     q: Vec<f32>,
-    /// `[B, n_kv_heads * head_dim]`.
+    /// `[B, n_kv_heads * key_dim]`.
     k: Vec<f32>,
-    /// `[B, n_kv_heads * head_dim]`.
+    /// `[B, n_kv_heads * head_dim]`; empty if keys are values.
     v: Vec<f32>,
-    /// `[B, n_heads * head_dim]`, outputs of the heads.
+    latent: Option<LatentPlanes>,
+    /// `[B, n_heads * value_dim]`, outputs of the heads.
     mixed: Plane,
     /// `[B, d_model]`, what a verb adds to the hidden states.
     delta: Vec<f32>,
@@ -180,6 +197,8 @@ pub struct CpuBackend {
     attention: AttentionScratch,
     /// `[T, d_model]`, outputs of the shared expert; empty if there is none.
     shared: Vec<f32>,
+    /// `[T]`, its weights; empty if they are 1.
+    shared_scale: Vec<f32>,
     /// `[T, n_experts]`.
     router: Vec<f32>,
     /// Outputs of (expert, token) pairs, in the order in which they were computed: of all pairs of the layer
@@ -192,10 +211,41 @@ pub struct CpuBackend {
     /// `[T, top_k]`: the how many-th pair computed a pair was.
     output_row: Vec<u32>,
     scratch: ExpertScratch,
+    /// Biases of the experts of a kernel call, gate, up and down of each; empty if there are none.
+    biases: Vec<f32>,
     /// `[HEAD_ROWS, d_model]`.
     head_input: Plane,
     /// `[HEAD_ROWS, vocab_size]`.
     logits: Vec<f32>,
+}
+
+/// What latent attention needs besides.
+#[derive(Debug)]
+struct LatentPlanes {
+    /// `[B, q_rank]`.
+    low: Plane,
+    /// `[B, n_heads * key_dim]`: queries that meet the latent, and their rotated part.
+    queries: Vec<f32>,
+    /// `[B, n_heads * kv_rank]`: what attention makes of the latent.
+    mixed: Vec<f32>,
+    scratch: HeadScratch,
+}
+
+impl LatentPlanes {
+    fn new(spec: &ModelSpec, latent: &LatentSpec, block: usize, groups: &[usize]) -> Self {
+        let a = &spec.attention;
+        Self {
+            low: Plane::with_capacity(block, latent.q_rank, groups),
+            queries: vec![0.0; block * a.n_heads * a.key_dim()],
+            mixed: vec![0.0; block * a.n_heads * latent.kv_rank],
+            scratch: HeadScratch::with_capacity(block, a.n_heads, Self::cols(spec, latent)),
+        }
+    }
+
+    /// The widest input of a product head by head.
+    fn cols(spec: &ModelSpec, latent: &LatentSpec) -> usize {
+        latent.kv_rank.max(spec.attention.head_dim - latent.rope_dim)
+    }
 }
 
 /// Group sizes of all coded weights: as many int8 forms may an input have.
@@ -222,6 +272,12 @@ fn dense_width(spec: &ModelSpec) -> usize {
     dense.max().unwrap_or(0).max(spec.moe.d_shared)
 }
 
+/// Biases of the experts of a kernel call.
+fn bias_values(spec: &ModelSpec) -> usize {
+    let moe = &spec.moe;
+    if moe.expert_bias { CALL_EXPERTS * (2 * moe.d_expert + spec.d_model) } else { 0 }
+}
+
 impl CpuBackend {
     /// A backend for steps of at most `plan.chunk` tokens.
     #[must_use]
@@ -238,6 +294,7 @@ impl CpuBackend {
         let (d, width) = (spec.d_model, dense_width(&spec));
         let (heads, kv_heads) = (a.n_heads * a.head_dim, a.n_kv_heads * a.head_dim);
         let block = t.min(BLOCK_TOKENS);
+        let latent = a.latent.as_ref();
         let pairs = t * spec.moe.top_k;
         let call_pairs = pairs.min(CALL_PAIRS);
         let groups = groups(weights.tensors().map(|t| t.encoding), experts);
@@ -250,25 +307,28 @@ impl CpuBackend {
             normed: plane(t, d),
             input: plane(block, d),
             q: vec![0.0; block * heads],
-            k: vec![0.0; block * kv_heads],
-            v: vec![0.0; block * kv_heads],
-            mixed: plane(block, heads),
+            k: vec![0.0; block * a.n_kv_heads * a.key_dim()],
+            v: vec![0.0; if latent.is_some() { 0 } else { block * kv_heads }],
+            latent: latent.map(|latent| LatentPlanes::new(&spec, latent, block, &groups)),
+            mixed: plane(block, a.n_heads * a.value_dim()),
             delta: vec![0.0; block * d],
             gate: vec![0.0; block * width],
             up: vec![0.0; block * width],
             inner: plane(block, width),
-            attention: AttentionScratch::new(plan.threads, a.head_dim, a.head_dim, plan.context),
+            attention: AttentionScratch::new(plan.threads, a.key_dim(), a.mixed_dim(), plan.context),
             shared: vec![0.0; if has_shared { t * d } else { 0 }],
+            shared_scale: vec![0.0; if spec.moe.shared_gate { t } else { 0 }],
             router: vec![0.0; t * spec.moe.n_experts],
             outputs: vec![0.0; call_pairs * d],
             sum: vec![0.0; t * d],
             filled: 0,
             output_row: vec![0; pairs],
             scratch: ExpertScratch::with_capacity(call_pairs, d, spec.moe.d_expert, floats),
+            biases: vec![0.0; bias_values(&spec)],
             head_input: plane(HEAD_ROWS, d),
             logits: vec![0.0; HEAD_ROWS * spec.vocab_size],
             context: Context {
-                rope: RopeTable::new(&spec.rope, a.head_dim, plan.context),
+                rope: RopeTable::new(&spec.rope, spec.rope_dim(), plan.context),
                 pool: Pool::new(plan.threads, false),
                 experts: experts.to_vec(),
                 spec,
@@ -292,7 +352,8 @@ impl CpuBackend {
         let a = &spec.attention;
         let (t, d, width) = (chunk as u64, spec.d_model as u64, dense_width(spec) as u64);
         let heads = (a.n_heads * a.head_dim) as u64;
-        let kv_heads = (a.n_kv_heads * a.head_dim) as u64;
+        let remembered = (a.n_kv_heads * (a.key_dim() + a.head_dim)) as u64;
+        let outputs = (a.n_heads * a.value_dim()) as u64;
         let pairs = (t * spec.moe.top_k as u64).min(CALL_PAIRS as u64);
         let d_expert = spec.moe.d_expert as u64;
         let block = t.min(BLOCK_TOKENS as u64);
@@ -301,18 +362,163 @@ impl CpuBackend {
         let whole = if spec.moe.d_shared > 0 { 3 } else { 2 };
         let floats = whole * t * d
             + t * spec.moe.n_experts as u64
-            + block * (heads + 2 * kv_heads + d + 2 * width)
+            + block * (heads + remembered + d + 2 * width)
             + pairs * d
+            + bias_values(spec) as u64
+            + t
             + HEAD_ROWS as u64 * spec.vocab_size as u64
-            + (threads * AttentionScratch::floats(a.head_dim, a.head_dim, context)) as u64;
+            + (threads * AttentionScratch::floats(a.key_dim(), a.mixed_dim(), context)) as u64;
         let planes = plane(t * d)
             + plane(block * d)
-            + plane(block * heads)
+            + plane(block * outputs)
             + plane(block * width)
             + plane(HEAD_ROWS as u64 * d);
         // Gathered tokens as f32 and int8, gate and up, and the hidden values of every pair.
         let scratch = plane(pairs * d) + pairs * d_expert * 8 + plane(pairs * d_expert);
-        floats * 4 + planes + scratch + Routes::bytes(&spec.moe, chunk)
+        let latent = a.latent.map_or(0, |latent| {
+            let heads = block * a.n_heads as u64;
+            let products = 4 * heads * (a.key_dim() + latent.kv_rank) as u64;
+            // As f32 and as int8, in groups that may be the smallest.
+            let scratch = heads * LatentPlanes::cols(spec, &latent) as u64 * 11 / 2;
+            plane(block * latent.q_rank as u64) + products + scratch
+        });
+        floats * 4 + planes + scratch + latent + Routes::bytes(&spec.moe, chunk)
+    }
+
+    /// Queries, and what is remembered, of a block of tokens.
+    fn project(&mut self, layer: usize, hidden: &[f32], rows: &[Row]) {
+        let Self { context, input, q, k, v, latent, .. } = self;
+        let (kernels, pool, eps) = (context.kernels, &context.pool, context.spec.rms_norm_eps);
+        let a = &context.spec.attention;
+        let (tokens, head_dim, key_dim) = (rows.len(), a.head_dim, a.key_dim());
+        let (heads, kv_heads) = (a.n_heads * head_dim, a.n_kv_heads * head_dim);
+        let weights = &context.weights.layers[layer];
+        context.norm(hidden, &weights.attn_norm, input.fill(hidden.len()));
+        match (&weights.projections, latent) {
+            (Projections::Latent { q_down, q: q_up, kv_down, kv_norm, k_up, .. }, Some(planes)) => {
+                let Some(LatentSpec { kv_rank, rope_dim, norm_eps, .. }) = a.latent else { return };
+                let norm = |row: &mut [f32], weight: &[f32]| {
+                    kernels.rms_norm_in_place(row, weight, norm_eps);
+                };
+                if let Some((q_down, q_norm)) = q_down {
+                    let low = planes.low.fill(tokens * q_down.rows);
+                    context.multiply_all([q_down, kv_down], input, tokens, [&mut *low, &mut *k]);
+                    pool.chunks_mut(low, q_down.rows, &|_, row| norm(row, q_norm));
+                    context.multiply(q_up, &mut planes.low, tokens, q);
+                } else {
+                    context.multiply_all([q_up, kv_down], input, tokens, [&mut *q, &mut *k]);
+                }
+                pool.chunks_mut(&mut k[..tokens * key_dim], key_dim, &|t, row| {
+                    let (latent, rotated) = row.split_at_mut(kv_rank);
+                    norm(latent, kv_norm);
+                    context.rotate(rotated, rope_dim, rows[t].position);
+                });
+                let q = &q[..tokens * heads];
+                let queries = &mut planes.queries[..tokens * a.n_heads * key_dim];
+                pool.chunks_mut(queries, a.n_heads * key_dim, &|t, row| {
+                    let own = q[t * heads..(t + 1) * heads].chunks_exact(head_dim);
+                    for (to, from) in row.chunks_exact_mut(key_dim).zip(own) {
+                        let rotated = &mut to[kv_rank..];
+                        rotated.copy_from_slice(&from[head_dim - rope_dim..]);
+                        context.rotate(rotated, rope_dim, rows[t].position);
+                    }
+                });
+                let input = HeadInput { x: q, stride: head_dim, coded: !context.exact };
+                let k_up = context.weights.matrix(k_up);
+                let scratch = &mut planes.scratch;
+                head_matmul(pool, kernels, &k_up, a.n_heads, input, scratch, queries, key_dim);
+            }
+            (Projections::Heads { q: wq, k: wk, v: wv, bias, norm }, _) => {
+                context.multiply_all([wq, wk, wv], input, tokens, [&mut *q, &mut *k, &mut *v]);
+                let [q_bias, k_bias, v_bias] =
+                    bias.as_ref().map_or([None; 3], |bias| bias.each_ref().map(|bias| Some(&bias[..])));
+                let [q_norm, k_norm] =
+                    norm.as_ref().map_or([None; 2], |norm| norm.each_ref().map(|norm| Some(&norm[..])));
+                let prepare =
+                    |plane: &mut [f32], width: usize, bias: Option<&[f32]>, norm: Option<&[f32]>| {
+                        pool.chunks_mut(&mut plane[..tokens * width], width, &|t, row| {
+                            if let Some(bias) = bias {
+                                kernels.add_in_place(row, bias);
+                            }
+                            if let Some(norm) = norm {
+                                kernels.rms_norm_in_place(row, norm, eps);
+                            }
+                            context.rotate(row, head_dim, rows[t].position);
+                        });
+                    };
+                prepare(q, heads, q_bias, q_norm);
+                prepare(k, kv_heads, k_bias, k_norm);
+                context.add_bias(&mut v[..tokens * kv_heads], v_bias);
+            }
+            (Projections::Latent { .. }, None) => unreachable!("a latent has its planes"),
+        }
+    }
+
+    /// Appends a block of tokens to the cache.
+    fn remember(&self, layer: usize, rows: &[Row], kv: &mut KvCache) {
+        let Self { context, k, v, .. } = self;
+        let a = &context.spec.attention;
+        let (key_dim, head_dim) = (a.key_dim(), a.head_dim);
+        for (t, row) in rows.iter().enumerate() {
+            for head in 0..a.n_kv_heads {
+                let at = t * a.n_kv_heads + head;
+                let key = &k[at * key_dim..(at + 1) * key_dim];
+                let value = v.get(at * head_dim..(at + 1) * head_dim).unwrap_or_default();
+                kv.append(context.kernels, layer, *row, head, key, value);
+            }
+        }
+    }
+
+    /// Attention of a block of tokens, as far as the heads' outputs.
+    fn mix(&mut self, layer: usize, rows: &[Row], kv: &KvCache) {
+        let Self { context, q, latent, mixed, attention, .. } = self;
+        let (kernels, pool) = (context.kernels, &context.pool);
+        let a = &context.spec.attention;
+        let tokens = rows.len();
+        let weights = &context.weights.layers[layer];
+        let window = context.spec.window(layer);
+        let (bytes, geometry) = kv.memory();
+        let sight = |t: usize, head: usize| {
+            let plane = |plane| KvPlane {
+                ty: kv.kv_type(),
+                bytes,
+                row_bytes: geometry.row_bytes,
+                block_stride: geometry.block_stride,
+                head_offset: geometry.head(layer, plane, head),
+            };
+            let table = kv.blocks(rows[t].seq);
+            let (keys, values) = (plane(kv::Plane::Keys), plane(kv::Plane::Values));
+            let end = rows[t].position as usize + 1;
+            Sight {
+                blocks: KvBlocks { keys, values, table, block_positions: BLOCK },
+                visible: window.map_or(0, |positions| end.saturating_sub(positions))..end,
+            }
+        };
+        let shape = AttentionHeads {
+            n_kv_heads: a.n_kv_heads,
+            per_kv: a.n_heads / a.n_kv_heads,
+            head_dim: a.key_dim(),
+            value_dim: a.mixed_dim(),
+            scale: 1.0 / (a.head_dim as f32).sqrt() * a.score_scale as f32,
+            sinks: weights.sinks.as_deref(),
+        };
+        let out = mixed.fill(tokens * a.n_heads * a.value_dim());
+        match (&weights.projections, latent) {
+            (Projections::Latent { v_up, .. }, Some(planes)) => {
+                let rank = shape.value_dim;
+                let queries = &planes.queries[..tokens * a.n_heads * shape.head_dim];
+                let latents = &mut planes.mixed[..tokens * a.n_heads * rank];
+                smoe_kernels::attend(pool, kernels, &shape, queries, &sight, attention, latents);
+                let input = HeadInput { x: latents, stride: rank, coded: !context.exact };
+                let v_up = context.weights.matrix(v_up);
+                let scratch = &mut planes.scratch;
+                head_matmul(pool, kernels, &v_up, a.n_heads, input, scratch, out, a.value_dim());
+            }
+            _ => {
+                let q = &q[..tokens * a.n_heads * a.head_dim];
+                smoe_kernels::attend(pool, kernels, &shape, q, &sight, attention, out);
+            }
+        }
     }
 
     /// One kernel call: `pieces` are (lease, tokens from, tokens to) of some experts, `pairs` in all.
@@ -325,14 +531,38 @@ impl CpuBackend {
         routes: &Routes,
     ) {
         let in_order = self.wants_order(routes);
-        let Self { context, normed, outputs, output_row, filled, scratch, tokens, .. } = self;
-        let d = context.spec.d_model;
+        let Self { context, normed, outputs, output_row, filled, scratch, biases, tokens, .. } = self;
+        let (d, d_expert) = (context.spec.d_model, context.spec.moe.d_expert);
         let table = &context.experts[table];
+        let resident = match &context.weights.layers[table.layer as usize].ffn {
+            LayerFfn::Moe { biases: Some(tensors), .. } => Some(tensors),
+            _ => None,
+        };
+        if let Some(tensors) = resident {
+            for (out, &(lease, ..)) in biases.chunks_exact_mut(2 * d_expert + d).zip(pieces) {
+                let row = leases[lease].key().expert as usize;
+                let mut rest = out;
+                for tensor in tensors {
+                    let (own, after) = rest.split_at_mut(tensor.cols);
+                    context.kernels.decode_rows(&context.weights.matrix(tensor), row..row + 1, own);
+                    rest = after;
+                }
+            }
+        }
+        let biases = &*biases;
         let calls: [_; CALL_EXPERTS] = std::array::from_fn(|i| {
-            let (lease, from, to) = pieces[i.min(pieces.len() - 1)];
+            let i = i.min(pieces.len() - 1);
+            let (lease, from, to) = pieces[i];
             let lease = &leases[lease];
-            expert_call(table, lease, &routes.of_expert(lease.key().expert).1[from..to])
+            let bias = resident.map(|_| {
+                let own = &biases[i * (2 * d_expert + d)..][..2 * d_expert + d];
+                let (gate, rest) = own.split_at(d_expert);
+                let (up, down) = rest.split_at(d_expert);
+                ExpertBias { gate, up, down }
+            });
+            expert_call(table, lease, bias, &routes.of_expert(lease.key().expert).1[from..to])
         });
+        let activation = context.spec.moe.activation;
         let calls = &calls[..pieces.len()];
         let first = *filled;
         for &(lease, from, to) in pieces {
@@ -344,7 +574,7 @@ impl CpuBackend {
         let row = if in_order { 0 } else { first };
         let out = &mut outputs[row * d..(row + pairs) * d];
         context.with_input(&[calls[0].gate, calls[0].up], normed, *tokens, |input| {
-            expert_ffn(&context.pool, context.kernels, calls, input, scratch, out);
+            expert_ffn(&context.pool, context.kernels, calls, activation, input, scratch, out);
         });
         if in_order {
             self.accumulate(first, routes);
@@ -419,74 +649,21 @@ impl Backend for CpuBackend {
     }
 
     fn attend(&mut self, layer: usize, rows: &[Row], kv: &mut KvCache) -> Result<(), EngineError> {
-        let Self { context, hidden, input, q, k, v, mixed, delta, attention, tokens, .. } = self;
-        let (kernels, pool) = (context.kernels, &context.pool);
-        let spec = &context.spec;
-        let a = spec.attention;
-        let (head_dim, per_kv) = (a.head_dim, a.n_heads / a.n_kv_heads);
-        let (heads, kv_heads) = (a.n_heads * head_dim, a.n_kv_heads * head_dim);
-        let weights = &context.weights.layers[layer];
-        let hidden = &mut hidden[..*tokens * spec.d_model];
-        let blocks = hidden.chunks_mut(BLOCK_TOKENS * spec.d_model).zip(rows.chunks(BLOCK_TOKENS));
-        for (hidden, rows) in blocks {
-            let tokens = rows.len();
-            context.norm(hidden, &weights.attn_norm, input.fill(hidden.len()));
-            context.multiply_all([&weights.q, &weights.k, &weights.v], input, tokens, [&mut *q, &mut *k, v]);
-
-            let prepare = |plane: &mut [f32], width: usize, norm: Option<&[f32]>| {
-                pool.chunks_mut(&mut plane[..tokens * width], width, &|t, row| {
-                    if let Some(norm) = norm {
-                        for head in row.chunks_exact_mut(head_dim) {
-                            kernels.rms_norm_in_place(head, norm, spec.rms_norm_eps);
-                        }
-                    }
-                    let position = rows[t].position as usize;
-                    let (cos, sin) = (context.rope.cos(position), context.rope.sin(position));
-                    kernels.rope(row, head_dim, cos, sin, RopeStyle::Half);
-                });
-            };
-            let norms = weights.qk_norm.as_ref();
-            prepare(q, heads, norms.map(|(q, _)| q.as_slice()));
-            prepare(k, kv_heads, norms.map(|(_, k)| k.as_slice()));
-
-            for (t, row) in rows.iter().enumerate() {
-                for head in 0..a.n_kv_heads {
-                    let from = t * kv_heads + head * head_dim;
-                    let (key, value) = (&k[from..from + head_dim], &v[from..from + head_dim]);
-                    kv.append(kernels, layer, *row, head, key, value);
-                }
-            }
-
-            let kv = &*kv;
-            let (bytes, geometry) = kv.memory();
-            let sight = |t: usize, head: usize| {
-                let plane = |plane| KvPlane {
-                    ty: kv.kv_type(),
-                    bytes,
-                    row_bytes: geometry.row_bytes,
-                    block_stride: geometry.block_stride,
-                    head_offset: geometry.head(layer, plane, head),
-                };
-                let table = kv.blocks(rows[t].seq);
-                let (keys, values) = (plane(kv::Plane::Keys), plane(kv::Plane::Values));
-                Sight {
-                    blocks: KvBlocks { keys, values, table, block_positions: BLOCK },
-                    visible: 0..rows[t].position as usize + 1,
-                }
-            };
-            let shape = AttentionHeads {
-                n_kv_heads: a.n_kv_heads,
-                per_kv,
-                head_dim,
-                value_dim: head_dim,
-                scale: 1.0 / (head_dim as f32).sqrt(),
-                sinks: None,
-            };
-            let (q, out) = (&q[..tokens * heads], mixed.fill(tokens * heads));
-            smoe_kernels::attend(pool, kernels, &shape, q, &sight, attention, out);
-            context.multiply(&weights.o, mixed, tokens, delta);
+        let width = BLOCK_TOKENS * self.context.spec.d_model;
+        let n = self.tokens * self.context.spec.d_model;
+        let mut hidden = std::mem::take(&mut self.hidden);
+        for (hidden, rows) in hidden[..n].chunks_mut(width).zip(rows.chunks(BLOCK_TOKENS)) {
+            self.project(layer, hidden, rows);
+            self.remember(layer, rows, kv);
+            self.mix(layer, rows, kv);
+            let Self { context, mixed, delta, .. } = self;
+            let weights = &context.weights.layers[layer];
+            context.multiply(&weights.o, mixed, rows.len(), delta);
+            let delta = &mut delta[..hidden.len()];
+            context.add_bias(delta, weights.o_bias.as_deref());
             context.add(hidden, delta);
         }
+        self.hidden = hidden;
         Ok(())
     }
 
@@ -499,10 +676,12 @@ impl Backend for CpuBackend {
         let n = self.tokens * self.context.spec.d_model;
         let weights = &self.context.weights.layers[layer];
         self.context.norm(&self.hidden[..n], &weights.ffn_norm, self.normed.fill(n));
-        if let LayerFfn::Moe { router, .. } = &weights.ffn {
+        let len = self.tokens * self.context.spec.moe.n_experts;
+        if let LayerFfn::Moe { router, router_bias, .. } = &weights.ffn {
             self.context.multiply(router, &mut self.normed, self.tokens, &mut self.router);
+            self.context.add_bias(&mut self.router[..len], router_bias.as_deref());
         }
-        Ok(&self.router[..self.tokens * self.context.spec.moe.n_experts])
+        Ok(&self.router[..len])
     }
 
     fn wants_order(&self, routes: &Routes) -> bool {
@@ -520,6 +699,11 @@ impl Backend for CpuBackend {
             shared[first * context.spec.d_model..][..delta.len()].copy_from_slice(delta);
         });
         self.shared = shared;
+        if let LayerFfn::Moe { shared_scale: Some(scale), .. } = &self.context.weights.layers[layer].ffn {
+            let weights = &mut self.shared_scale[..self.tokens];
+            self.context.multiply(scale, &mut self.normed, self.tokens, weights);
+            self.context.kernels.sigmoid_in_place(weights);
+        }
         Ok(())
     }
 
@@ -556,12 +740,18 @@ impl Backend for CpuBackend {
             self.sum[..self.tokens * self.context.spec.d_model].fill(0.0);
             self.accumulate(0, routes);
         }
-        let Self { context, hidden, shared, sum, tokens, .. } = self;
-        let sum = &mut sum[..*tokens * context.spec.d_model];
-        if resident_ffn(&context.weights, layer, true).is_some() {
+        let Self { context, hidden, shared, shared_scale, sum, tokens, .. } = self;
+        let d = context.spec.d_model;
+        let sum = &mut sum[..*tokens * d];
+        if context.spec.moe.shared_gate {
+            let scale_add = |t: usize, sum: &mut [f32]| {
+                context.kernels.scale_add(sum, &shared[t * d..(t + 1) * d], shared_scale[t]);
+            };
+            context.pool.chunks_mut(sum, d, &scale_add);
+        } else if resident_ffn(&context.weights, layer, true).is_some() {
             context.add(sum, shared);
         }
-        context.add(&mut hidden[..*tokens * context.spec.d_model], sum);
+        context.add(&mut hidden[..*tokens * d], sum);
         Ok(())
     }
 
@@ -593,9 +783,14 @@ impl Backend for CpuBackend {
 }
 
 /// An expert's matrices where the disk put them, and tokens that it serves.
-fn expert_call<'a>(table: &LayerTable, lease: &'a Lease, tokens: &'a [u32]) -> ExpertCall<'a> {
+fn expert_call<'a>(
+    table: &LayerTable,
+    lease: &'a Lease,
+    bias: Option<ExpertBias<'a>>,
+    tokens: &'a [u32],
+) -> ExpertCall<'a> {
     let bytes = lease.bytes();
     let [gate, up, down] =
         table.tensors.map(|t| Matrix::new(&bytes[t.offset..t.offset + t.len], t.rows, t.cols, t.encoding));
-    ExpertCall { gate, up, down, tokens }
+    ExpertCall { gate, up, down, bias, tokens }
 }

@@ -5,11 +5,21 @@
 //! operations, so that a device may fuse. A backend never knows the store: experts come as leases, in
 //! batches as they arrive, and each is dropped when the work on it is done.
 
+mod choose;
 pub mod cpu;
+#[cfg(feature = "gpu")]
+pub mod gpu;
 
+use std::sync::Arc;
+
+use smoe_meter::TierMeter;
 use smoe_store::Lease;
 
+pub(crate) use choose::Chosen;
+pub use choose::DeviceChoice;
+
 use crate::EngineError;
+use crate::device::DevicePlan;
 use crate::kv::{KvCache, SeqId};
 use crate::routes::Routes;
 
@@ -24,6 +34,32 @@ pub struct Row {
 
 /// The most rows that [`Backend::head`] takes at once.
 pub const HEAD_ROWS: usize = 8;
+
+/// Experts in the memory of a device.
+#[derive(Clone, Debug)]
+pub struct DeviceTier {
+    /// What the device holds.
+    pub plan: DevicePlan,
+    /// What is counted there.
+    pub meter: Arc<TierMeter>,
+}
+
+/// How often each kernel of a device ran, and how long, by its own clock.
+#[derive(Clone, Debug, Default)]
+pub struct KernelTimes {
+    /// Name, runs, nanoseconds in all.
+    pub kernels: Vec<(String, u64, f64)>,
+}
+
+impl KernelTimes {
+    /// Counts a run.
+    pub fn add(&mut self, name: &str, ns: f64) {
+        match self.kernels.iter_mut().find(|kernel| kernel.0 == name) {
+            Some(kernel) => (kernel.1, kernel.2) = (kernel.1 + 1, kernel.2 + ns),
+            None => self.kernels.push((name.to_owned(), 1, ns)),
+        }
+    }
+}
 
 /// The verbs of a layer, for the T tokens of a step.
 ///
@@ -43,6 +79,30 @@ pub trait Backend: Send {
 
     /// Adds a dense feed-forward part.
     fn dense(&mut self, layer: usize) -> Result<(), EngineError>;
+
+    /// Computes as many layers from `from` on as it can without the host: gives the first one that is left. The
+    /// others' routes are told afterwards ([`Self::advanced`]).
+    fn advance(&mut self, from: usize, rows: &[Row], kv: &mut KvCache) -> Result<usize, EngineError> {
+        let _ = (rows, kv);
+        Ok(from)
+    }
+
+    /// Router logits, `[T, n_experts]`, of the `index`-th MoE layer, if [`Self::advance`] computed it.
+    fn advanced(&mut self, index: usize) -> Result<&[f32], EngineError> {
+        let what = format!("routes of MoE layer {index}, which the host has");
+        Err(EngineError::Unsupported { what })
+    }
+
+    /// Whether [`Self::route`] may be asked before a layer's attention, to foretell what it will want.
+    fn foretells(&self) -> bool {
+        true
+    }
+
+    /// Whether an expert must be brought.
+    fn lacks(&mut self, layer: usize, expert: u32) -> bool {
+        let _ = (layer, expert);
+        true
+    }
 
     /// Norm and router logits, `[T, n_experts]`.
     fn route(&mut self, layer: usize) -> Result<&[f32], EngineError>;
@@ -73,4 +133,26 @@ pub trait Backend: Send {
 
     /// Hidden states of one token after the final norm, `[d_model]`; only after the last layer.
     fn final_hidden(&mut self, token: usize) -> Result<&[f32], EngineError>;
+
+    /// Times every kernel of a device from now on, or no longer: gives what was timed so far. Timed steps are waited
+    /// for, so they are slower than others.
+    fn profile(&mut self, on: bool) -> Option<KernelTimes> {
+        let _ = on;
+        None
+    }
+
+    /// The device's own memory, if it has any.
+    fn tier(&self) -> Option<DeviceTier> {
+        None
+    }
+
+    /// Takes experts that come before anything needs them.
+    fn bring(&mut self, layer: usize, ready: &mut Vec<Lease>) -> Result<(), EngineError> {
+        let _ = layer;
+        ready.clear();
+        Ok(())
+    }
+
+    /// Forgets every expert that it holds.
+    fn forget_experts(&mut self) {}
 }

@@ -11,22 +11,32 @@
 //! ```
 //!
 //! A block that is shared is never written: who goes on from the middle of one copies it first.
+//!
+//! Nobody waits for the file for long. A block is written while others are computed; one that must give way before that
+//! is waited for within a bound, and then lost: it is computed again one day. A prefix that is in the file is
+//! read in parts ([`KvCache::adopt_some`]).
 
 mod prefix;
 mod spill;
 
+use std::time::{Duration, Instant};
+
 use smoe_format::ModelSpec;
 use smoe_kernels::{Kernels, KvType};
-use smoe_store::{AlignedBuf, PAGE};
+use smoe_store::{AlignedBuf, BlockFile, BlockFileError, PAGE};
 
 use crate::EngineError;
 use crate::backend::Row;
-use prefix::{Key, Node, Tree};
-use spill::Spill;
+use prefix::{Key, Node, Tokens, Tree};
 pub use spill::{Opened, SpillConfig};
+use spill::{QUEUE, Spill};
 
 /// Positions of a block.
 pub const BLOCK: usize = 32;
+/// The most that a step waits for the file, so that blocks that give way are not lost.
+const WAIT: Duration = Duration::from_millis(100);
+/// The most that is waited for the file when the cache goes.
+const CLOSE: Duration = Duration::from_secs(2);
 
 /// What one layer keeps per session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,7 +69,7 @@ impl LayerKv {
     #[must_use]
     pub fn of(spec: &ModelSpec, kv_type: KvType) -> Vec<Self> {
         let a = &spec.attention;
-        let bytes_per_token = 2 * a.n_kv_heads * kv_type.row_bytes(a.head_dim);
+        let bytes_per_token = a.kv_planes() * a.n_kv_heads * kv_type.row_bytes(a.key_dim());
         vec![Self::Paged { bytes_per_token }; spec.n_layers()]
     }
 }
@@ -81,8 +91,6 @@ struct Sequence {
 struct Block {
     /// Sequences that hold it.
     holders: u32,
-    /// What it holds, if others may find it: it is not written any more.
-    node: Option<Node>,
     /// When it was last held.
     used: u64,
 }
@@ -96,6 +104,21 @@ pub struct KvUse {
     pub held: usize,
     /// Of sequences that have ended, to be found again.
     pub cached: usize,
+    /// Whether there is a file that is used.
+    pub has_file: bool,
+    /// Reads and writes of the file that failed.
+    pub file_failures: u64,
+    /// Blocks that gave way before the file had taken them.
+    pub lost: u64,
+}
+
+/// What was found of a sequence's tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Adopted {
+    /// Leading tokens that the sequence holds.
+    pub held: usize,
+    /// False if the file has more of them.
+    pub is_done: bool,
 }
 
 /// Keys and values of all sequences.
@@ -109,10 +132,22 @@ pub struct KvCache {
     /// Blocks with holders.
     held: usize,
     sequences: Vec<Sequence>,
+    /// What blocks hold that others may find: they are not written any more.
     tree: Tree,
     spill: Option<Spill>,
+    /// What this step may still wait for the file.
+    patience: Duration,
+    /// Of files that are not used any more.
+    file_failures: u64,
+    /// Blocks that gave way before the file had taken them.
+    lost: u64,
+    /// What went wrong with the file and was not told yet; and whether its first failure was noted.
+    warnings: Vec<EngineError>,
+    told: bool,
     /// Clock of uses.
     now: u64,
+    /// Blocks lie in a device's memory: what is to be copied there.
+    device_copies: Option<Vec<(u32, u32)>>,
 }
 
 impl KvCache {
@@ -141,10 +176,19 @@ impl KvCache {
             free: (0..n as u32).rev().collect(),
             held: 0,
             sequences: (0..sequences)
-                .map(|_| Sequence { blocks: Vec::with_capacity(n), ..Sequence::default() })
+                .map(|_| {
+                    let (blocks, keys) = (Vec::with_capacity(n), Vec::with_capacity(n));
+                    Sequence { blocks, keys, open: false }
+                })
                 .collect(),
-            tree: Tree::default(),
+            tree: Tree::new(n),
             spill: None,
+            patience: WAIT,
+            file_failures: 0,
+            lost: 0,
+            warnings: Vec::new(),
+            told: false,
+            device_copies: None,
             now: 0,
         })
     }
@@ -155,15 +199,25 @@ impl KvCache {
         (positions.div_ceil(BLOCK) * Geometry::new(spec, kv_type).block_stride) as u64
     }
 
-    /// Keeps complete blocks in a file too, and finds those that are there.
+    /// Keeps complete blocks in a file too, and finds those that are there. If it cannot be used nothing has changed,
+    /// and the cache goes on without.
     ///
     /// # Errors
     /// As [`smoe_store::BlockFile::open`].
     pub fn spill_to(&mut self, config: &SpillConfig, model: [u8; 32]) -> Result<Opened, EngineError> {
-        let layout = format!("{:?} {:?}", self.kv_type, self.geometry);
-        let (spill, opened) = Spill::open(config, self.geometry.block_stride, model, &layout)?;
-        self.spill = Some(spill);
+        if self.is_on_device() {
+            let what = "a file of the KV cache while the cache is on a GPU".to_owned();
+            return Err(EngineError::Unsupported { what });
+        }
+        let settings = self.file_settings(config.max_bytes, model);
+        let (file, opened) = BlockFile::open(&config.path, &settings)?;
+        self.spill = Some(Spill::new(file));
         Ok(opened)
+    }
+
+    fn file_settings(&self, max_bytes: u64, model: [u8; 32]) -> smoe_store::BlockFileConfig {
+        let layout = format!("{:?} {:?}", self.kv_type, self.geometry);
+        spill::settings(max_bytes, self.geometry.block_stride, spill::fingerprint(model, &layout))
     }
 
     /// How numbers are kept.
@@ -176,7 +230,19 @@ impl KvCache {
     #[must_use]
     pub fn usage(&self) -> KvUse {
         let (blocks, held) = (self.blocks.len(), self.held);
-        KvUse { blocks, held, cached: blocks - held - self.free.len() }
+        KvUse {
+            blocks,
+            held,
+            cached: blocks - held - self.free.len(),
+            has_file: self.spill.is_some(),
+            file_failures: self.file_failures + self.spill.as_ref().map_or(0, Spill::failures),
+            lost: self.lost,
+        }
+    }
+
+    /// What went wrong with the file, if that was not told yet: its first failure, and that it is given up.
+    pub fn take_warning(&mut self) -> Option<EngineError> {
+        if self.warnings.is_empty() { None } else { Some(self.warnings.remove(0)) }
     }
 
     /// Takes a free sequence.
@@ -208,7 +274,7 @@ impl KvCache {
             .then(|| self.sequences[seq.0 as usize].blocks[from / BLOCK]);
         // What only this sequence holds is its own again, and nobody else's to find.
         if let Some(id) = begun.filter(|&id| self.blocks[id as usize].holders == 1) {
-            self.forget(id);
+            self.tree.remove(id);
         }
         let shared = begun.is_some_and(|id| self.blocks[id as usize].holders > 1);
         if missing == 0 && !shared {
@@ -258,82 +324,107 @@ impl KvCache {
     /// If the sequence is not empty.
     pub fn adopt(&mut self, seq: SeqId, tokens: &[u32]) -> usize {
         assert!(self.sequences[seq.0 as usize].blocks.is_empty(), "only an empty sequence adopts");
-        // What is in memory is held first, so that nothing of it makes room for what comes from the file.
-        let (mut keys, mut parent) = (Vec::new(), Key::ROOT);
-        let mut steps: Vec<Result<u32, Key>> = Vec::new();
-        let mut rest = tokens;
-        while rest.len() >= BLOCK {
-            let own = &rest[..BLOCK];
-            let step = match self.tree.child(parent, own, &self.blocks) {
-                Some(id) => Ok(id),
-                None => match self.spill.as_ref().and_then(|spill| spill.child(parent, own)) {
-                    Some(key) => Err(key),
-                    None => break,
-                },
-            };
-            if let Ok(id) = step {
-                self.hold(id);
-            }
-            parent = parent.child(own);
-            keys.push(parent);
-            steps.push(step);
-            rest = &rest[BLOCK..];
-        }
-        let complete = self.fetch(&steps, &keys, tokens);
-        // Behind a block that did not come.
-        steps.iter().skip(complete.len()).flatten().for_each(|&id| self.release(id));
-        let n = complete.len();
-        let sequence = &mut self.sequences[seq.0 as usize];
-        sequence.blocks.extend(&complete);
-        sequence.keys.extend(&keys[..n]);
-        let parent = keys[..n].last().copied().unwrap_or(Key::ROOT);
-        n * BLOCK + self.adopt_part(seq, parent, &tokens[n * BLOCK..])
+        self.adopt_some(seq, tokens, usize::MAX).held
     }
 
-    /// Brings the blocks of `steps` that are in the file into memory; returns the leading ones that came.
-    fn fetch(&mut self, steps: &[Result<u32, Key>], keys: &[Key], tokens: &[u32]) -> Vec<u32> {
-        let mut blocks = Vec::with_capacity(steps.len());
-        let mut wanted = Vec::new();
-        for step in steps {
-            match *step {
-                Ok(id) => blocks.push(id),
-                Err(key) => match self.allocate() {
-                    Ok(id) => {
-                        wanted.push((key, id));
-                        blocks.push(id);
-                    }
-                    Err(_) => break,
-                },
+    /// As [`Self::adopt`], but reads about `most` blocks of the file and no more: to be called again, with the same
+    /// tokens, until it is done.
+    ///
+    /// # Panics
+    /// If the sequence holds anything that it has not adopted.
+    pub fn adopt_some(&mut self, seq: SeqId, tokens: &[u32], most: usize) -> Adopted {
+        let sequence = &self.sequences[seq.0 as usize];
+        assert_eq!(sequence.blocks.len(), sequence.keys.len(), "only what was adopted is gone on from");
+        let mut left = most;
+        loop {
+            self.take_known(seq, tokens);
+            match self.fetch(seq, tokens, left) {
+                (0, true) => {
+                    let held = self.sequences[seq.0 as usize].keys.len() * BLOCK;
+                    return Adopted { held, is_done: false };
+                }
+                (0, false) => break,
+                (read, _) => left -= read,
             }
         }
-        // The file may have been given up meanwhile: then nothing comes from it.
+        // The last first, as the file wants it.
+        if let Some(spill) = &mut self.spill {
+            self.sequences[seq.0 as usize].keys.iter().rev().for_each(|&key| spill.touch(key));
+        }
+        let (n, parent) = self.end(seq);
+        Adopted { held: n * BLOCK + self.adopt_part(seq, parent, &tokens[n * BLOCK..]), is_done: true }
+    }
+
+    /// How many blocks of a sequence can be found by others, and the key of the last of them.
+    fn end(&self, seq: SeqId) -> (usize, Key) {
+        let keys = &self.sequences[seq.0 as usize].keys;
+        (keys.len(), keys.last().copied().unwrap_or(Key::ROOT))
+    }
+
+    /// Goes on with the blocks that are in memory.
+    fn take_known(&mut self, seq: SeqId, tokens: &[u32]) {
+        let (n, mut parent) = self.end(seq);
+        for own in tokens[n * BLOCK..].chunks_exact(BLOCK) {
+            let Some(id) = self.tree.child(parent, own) else { return };
+            self.hold(id);
+            parent = self.tree.node(id).map_or(parent, |node| node.key);
+            let sequence = &mut self.sequences[seq.0 as usize];
+            sequence.blocks.push(id);
+            sequence.keys.push(parent);
+        }
+    }
+
+    /// Goes on with at most `most` blocks that are in the file. Returns how many were read, and whether it has more; a
+    /// block that did not come is not in the file any more.
+    fn fetch(&mut self, seq: SeqId, tokens: &[u32], most: usize) -> (usize, bool) {
+        let (n, mut parent) = self.end(seq);
+        let (mut wanted, mut more) = (Vec::new(), false);
+        for own in tokens[n * BLOCK..].chunks_exact(BLOCK) {
+            if self.spill.is_none() || self.tree.child(parent, own).is_some() {
+                break;
+            }
+            parent = parent.child(own);
+            if !self.spill.as_ref().is_some_and(|spill| spill.holds(parent)) {
+                break;
+            }
+            more = wanted.len() == most;
+            if more {
+                break;
+            }
+            let Ok(id) = self.allocate() else { break };
+            wanted.push((parent, id));
+        }
+        // It may have been given up meanwhile: then nothing comes from it.
         let came = match &mut self.spill {
-            Some(spill) => spill.get(&wanted, &mut self.memory, self.geometry.block_stride),
-            None => vec![false; wanted.len()],
-        };
-        let mut lost = blocks.len();
-        for (&(key, id), came) in wanted.iter().zip(came) {
-            let i = blocks.iter().position(|&block| block == id).unwrap_or_default();
-            if came {
-                let parent = i.checked_sub(1).map_or(Key::ROOT, |i| keys[i]);
-                let own = tokens[i * BLOCK..(i + 1) * BLOCK].to_vec();
-                self.insert(id, Node { key, parent, tokens: own, saved: true });
-            } else {
-                lost = lost.min(i);
+            Some(spill) if !wanted.is_empty() => {
+                spill.get(&wanted, &mut self.memory, self.geometry.block_stride)
             }
-        }
-        for (i, &id) in blocks.iter().enumerate().skip(lost) {
-            if steps[i].is_err() {
+            _ => vec![false; wanted.len()],
+        };
+        let (_, mut parent) = self.end(seq);
+        let mut is_whole = true;
+        for ((&(key, id), came), own) in wanted.iter().zip(came).zip(tokens[n * BLOCK..].chunks_exact(BLOCK))
+        {
+            if came {
+                self.insert(id, Node { key, parent, tokens: Tokens::new(own), saved: true });
+            }
+            is_whole &= came;
+            if is_whole {
+                let sequence = &mut self.sequences[seq.0 as usize];
+                sequence.blocks.push(id);
+                sequence.keys.push(key);
+            } else {
                 self.release(id);
             }
+            parent = key;
         }
-        blocks.truncate(lost);
-        blocks
+        // Behind a block that did not come nothing is of use.
+        if is_whole { (wanted.len(), more) } else { (0, false) }
     }
 
     /// Copies the beginning of a block that goes on as `tokens` do, if there is one.
     fn adopt_part(&mut self, seq: SeqId, parent: Key, tokens: &[u32]) -> usize {
-        let in_memory = self.tree.longest(parent, tokens, &self.blocks);
+        let in_memory = self.tree.longest(parent, tokens);
         let in_file = self.spill.as_ref().and_then(|spill| spill.longest(parent, tokens));
         let memory_len = in_memory.map_or(0, |(_, len)| len);
         let file_len = in_file.map_or(0, |(_, len)| len);
@@ -341,6 +432,10 @@ impl KvCache {
             return 0;
         }
         if let Some((id, _)) = in_memory.filter(|_| memory_len >= file_len) {
+            let key = self.tree.node(id).map(|node| node.key);
+            if let (Some(spill), Some(key)) = (&mut self.spill, key) {
+                spill.touch(key);
+            }
             self.hold(id);
             let copy = self.allocate();
             if let Ok(copy) = copy {
@@ -364,20 +459,19 @@ impl KvCache {
     /// Lets others find the complete blocks of a sequence that holds `tokens`. A block that is known already gives
     /// way to the one that others share.
     pub fn commit(&mut self, seq: SeqId, tokens: &[u32]) {
-        let known = self.sequences[seq.0 as usize].keys.len();
-        let mut parent = self.sequences[seq.0 as usize].keys.last().copied().unwrap_or(Key::ROOT);
+        let (known, mut parent) = self.end(seq);
         for i in known..tokens.len() / BLOCK {
             let own = &tokens[i * BLOCK..(i + 1) * BLOCK];
             let id = self.sequences[seq.0 as usize].blocks[i];
             let key = parent.child(own);
-            match self.tree.child(parent, own, &self.blocks) {
+            match self.tree.child(parent, own) {
                 Some(other) if other != id => {
                     self.hold(other);
                     self.sequences[seq.0 as usize].blocks[i] = other;
                     self.release(id);
                 }
                 Some(_) => {}
-                None => self.insert(id, Node { key, parent, tokens: own.to_vec(), saved: false }),
+                None => self.insert(id, Node { key, parent, tokens: Tokens::new(own), saved: false }),
             }
             self.sequences[seq.0 as usize].keys.push(key);
             parent = key;
@@ -389,65 +483,75 @@ impl KvCache {
         self.commit(seq, tokens);
         let tail = &tokens[tokens.len() / BLOCK * BLOCK..];
         let Some(&id) = self.sequences[seq.0 as usize].blocks.get(tokens.len() / BLOCK) else { return };
-        let parent = self.sequences[seq.0 as usize].keys.last().copied().unwrap_or(Key::ROOT);
-        let known = self.tree.longest(parent, tail, &self.blocks).is_some_and(|(_, len)| len == tail.len());
-        if tail.is_empty() || known || self.blocks[id as usize].node.is_some() {
+        let (_, parent) = self.end(seq);
+        let known = self.tree.longest(parent, tail).is_some_and(|(_, len)| len == tail.len());
+        if tail.is_empty() || known || self.tree.node(id).is_some() {
             return;
         }
         // A shorter end of the same conversation has had its day.
-        let shorter = self.tree.children(parent).iter().copied().find(|&child| {
-            let block = &self.blocks[child as usize];
-            let is_part = |node: &Node| node.tokens.len() < tail.len() && tail.starts_with(&node.tokens);
-            block.holders == 0 && block.node.as_ref().is_some_and(is_part)
+        let shorter = self.tree.children(parent).find(|(child, node)| {
+            let is_part = node.tokens.len() < tail.len() && tail.starts_with(&node.tokens);
+            is_part && self.blocks[*child as usize].holders == 0
         });
-        if let Some(shorter) = shorter {
-            self.forget(shorter);
+        if let Some((shorter, _)) = shorter {
+            self.tree.remove(shorter);
             self.free.push(shorter);
         }
-        self.insert(id, Node { key: parent.child(tail), parent, tokens: tail.to_vec(), saved: false });
+        let key = parent.child(tail);
+        self.insert(id, Node { key, parent, tokens: Tokens::new(tail), saved: false });
     }
 
-    /// Writes at most `most` blocks that the file does not have yet, as far as it takes them without waiting. True
+    /// Queues at most `most` blocks that the file does not have yet, as far as it takes them without waiting. True
     /// if more are left.
-    ///
-    /// # Errors
-    /// If the file fails; it is not used any more then.
-    pub fn save(&mut self, most: usize) -> Result<bool, EngineError> {
+    pub fn save(&mut self, most: usize) -> bool {
+        self.look_at_file();
         for _ in 0..most {
-            let Some(spill) = &mut self.spill else { return Ok(false) };
-            let Some((id, key)) = spill.next_unsaved() else { return Ok(false) };
-            let node = self.blocks[id as usize].node.as_mut().filter(|node| node.key == key && !node.saved);
-            let Some(node) = node else { continue };
-            let stride = self.geometry.block_stride;
-            let bytes = &self.memory[id as usize * stride..(id as usize + 1) * stride];
-            match spill.put(node, bytes) {
-                Ok(true) => node.saved = true,
-                Ok(false) => {
+            let Some((id, key)) = self.spill.as_mut().and_then(Spill::next_unsaved) else { return false };
+            if self.is_unsaved(id, key) && !self.write(id) {
+                if let Some(spill) = &mut self.spill {
                     spill.put_back(id, key);
-                    return Ok(true);
                 }
-                Err(error) => {
-                    self.spill = None;
-                    return Err(error);
-                }
+                return true;
             }
         }
-        Ok(self.spill.as_ref().is_some_and(Spill::has_unsaved))
+        self.spill.as_ref().is_some_and(|spill| spill.unsaved().len() > 0)
     }
 
-    /// Brings everything that can be found to the file, and waits for it.
-    ///
-    /// # Errors
-    /// If the file fails.
-    pub fn flush(&mut self) -> Result<(), EngineError> {
-        loop {
-            let more = self.save(usize::MAX)?;
-            if let Some(Err(error)) = self.spill.as_mut().map(Spill::flush) {
-                self.spill = None;
-                return Err(error);
+    /// A new step may wait for the file anew.
+    pub fn end_step(&mut self) {
+        self.patience = WAIT;
+    }
+
+    /// Waits until the file has written something, or has nothing to write, but not for longer than `limit`; false if
+    /// that passed or there is no file.
+    pub fn wait_for_file(&mut self, limit: Duration) -> bool {
+        self.spill.as_mut().is_some_and(|spill| spill.wait(limit))
+    }
+
+    /// Brings what can be found to the file, the oldest first, and waits until the drive has it; but not for longer than
+    /// `limit`. Returns how many blocks the file may lack: it is then closed, and not used any more.
+    pub fn flush(&mut self, limit: Duration) -> usize {
+        let start = Instant::now();
+        let left = || limit.saturating_sub(start.elapsed());
+        while self.save(usize::MAX) && left() > Duration::ZERO && self.wait_for_file(left()) {}
+        let Some(mut spill) = self.spill.take() else { return 0 };
+        let unsaved = spill.unsaved().filter(|&(id, key)| self.is_unsaved(id, key)).count();
+        match spill.flush_within(if unsaved == 0 { left() } else { Duration::ZERO }) {
+            Ok(true) => {
+                self.spill = Some(spill);
+                self.look_at_file();
+                0
             }
-            if !more {
-                return Ok(());
+            Ok(false) => {
+                let lacks = unsaved + spill.snapshot().writing;
+                self.file_failures += spill.failures();
+                spill.abandon();
+                lacks
+            }
+            Err(error) => {
+                self.spill = Some(spill);
+                self.give_up(error);
+                unsaved
             }
         }
     }
@@ -458,18 +562,53 @@ impl KvCache {
         self.spill.as_ref().map(Spill::snapshot)
     }
 
-    fn insert(&mut self, id: u32, node: Node) {
-        self.tree.insert(node.parent, id);
-        if let Some(spill) = self.spill.as_mut().filter(|_| !node.saved) {
-            spill.note_unsaved(id, node.key);
-        }
-        self.blocks[id as usize].node = Some(node);
+    fn is_unsaved(&self, id: u32, key: Key) -> bool {
+        self.tree.node(id).is_some_and(|node| node.key == key && !node.saved)
     }
 
-    fn forget(&mut self, id: u32) {
-        if let Some(node) = self.blocks[id as usize].node.take() {
-            self.tree.remove(node.parent, id);
+    /// Queues a block for the file; false if that is busy.
+    fn write(&mut self, id: u32) -> bool {
+        let (Some(spill), Some(node)) = (&mut self.spill, self.tree.node_mut(id)) else { return true };
+        let stride = self.geometry.block_stride;
+        if !node.saved {
+            match spill.put(node, &self.memory[id as usize * stride..(id as usize + 1) * stride]) {
+                Ok(taken) => node.saved = taken,
+                Err(error) => {
+                    self.give_up(error);
+                    return true;
+                }
+            }
         }
+        node.saved
+    }
+
+    /// Notes what has failed in the file: it is told once, and a file that only fails is given up.
+    fn look_at_file(&mut self) {
+        let Some(spill) = &mut self.spill else { return };
+        let Some((error, only_fails)) = spill.failed() else { return };
+        if only_fails {
+            self.give_up(error);
+        } else if !std::mem::replace(&mut self.told, true) {
+            self.warnings.push(error.into());
+        }
+    }
+
+    fn give_up(&mut self, source: BlockFileError) {
+        let Some(spill) = self.spill.take() else { return };
+        let failures = spill.failures().max(1);
+        spill.abandon();
+        self.file_failures += failures;
+        self.warnings.push(EngineError::SpillGivenUp { failures, source });
+    }
+
+    fn insert(&mut self, id: u32, node: Node) {
+        if let Some(spill) = self.spill.as_mut().filter(|_| !node.saved) {
+            let tree = &self.tree;
+            let is_unsaved =
+                |id, key| tree.node(id).is_some_and(|node: &Node| node.key == key && !node.saved);
+            spill.note_unsaved(id, node.key, self.blocks.len(), is_unsaved);
+        }
+        self.tree.insert(id, node);
     }
 
     fn hold(&mut self, id: u32) {
@@ -485,7 +624,7 @@ impl KvCache {
         self.held -= usize::from(block.holders == 0);
         self.now += 1;
         block.used = self.now;
-        if block.holders == 0 && block.node.is_none() {
+        if block.holders == 0 && self.tree.node(id).is_none() {
             self.free.push(id);
         }
     }
@@ -495,28 +634,77 @@ impl KvCache {
         let id = match self.free.pop() {
             Some(id) => id,
             None => {
-                let cached = self.blocks.iter().enumerate().filter(|(_, block)| block.holders == 0);
-                let Some((id, _)) = cached.min_by_key(|(_, block)| block.used) else {
+                let Some(id) = self.oldest(false) else {
                     let context = self.blocks.len() * BLOCK;
                     return Err(EngineError::ContextFull { needed: context + 1, context });
                 };
-                let unsaved = self.blocks[id].node.as_ref().is_some_and(|node| !node.saved);
-                if unsaved && self.spill.is_some() {
-                    // Better late than computed again. A file that fails is given up.
-                    let _ = self.flush();
-                }
-                self.forget(id as u32);
-                id as u32
+                let id = self.make_way(id);
+                self.tree.remove(id);
+                id
             }
         };
         self.hold(id);
         Ok(id)
     }
 
+    /// The block that nobody holds and that was held longest ago; of those that are saved, if asked for.
+    fn oldest(&self, saved: bool) -> Option<u32> {
+        let cached = (0..).zip(&self.blocks).filter(|(id, block)| {
+            block.holders == 0 && (!saved || self.tree.node(*id).is_some_and(|node| node.saved))
+        });
+        cached.min_by_key(|(_, block)| block.used).map(|(id, _)| id)
+    }
+
+    /// Which block gives way: the `oldest`, once the file has it; while that is busy another that it has. If there is
+    /// none the file is waited for, as long as the step may; then the block is lost.
+    fn make_way(&mut self, oldest: u32) -> u32 {
+        if self.write(oldest) {
+            return oldest;
+        }
+        if let Some(saved) = self.oldest(true) {
+            return saved;
+        }
+        // Each write that ends frees a buffer, but not always the place that this block needs.
+        for _ in 0..=QUEUE {
+            let start = Instant::now();
+            let has_ended = self.wait_for_file(self.patience);
+            self.patience = self.patience.saturating_sub(start.elapsed());
+            if self.write(oldest) {
+                return oldest;
+            }
+            if !has_ended {
+                break;
+            }
+        }
+        self.lost += 1;
+        oldest
+    }
+
     fn copy(&mut self, from: u32, to: u32) {
+        if let Some(copies) = &mut self.device_copies {
+            copies.push((from, to));
+            return;
+        }
         let stride = self.geometry.block_stride;
         let from = from as usize * stride;
         self.memory.copy_within(from..from + stride, to as usize * stride);
+    }
+
+    /// Keeps the bookkeeping only: blocks lie in a device's memory, and who owns that copies them when
+    /// [`Self::take_copies`] says so. Nothing of them can go to a file.
+    pub fn keep_on_device(&mut self) {
+        self.device_copies = Some(Vec::new());
+    }
+
+    /// True if blocks lie in a device's memory.
+    #[must_use]
+    pub const fn is_on_device(&self) -> bool {
+        self.device_copies.is_some()
+    }
+
+    /// Blocks to be copied there before anything else is written: from, to.
+    pub fn take_copies(&mut self) -> impl Iterator<Item = (u32, u32)> + '_ {
+        self.device_copies.iter_mut().flat_map(|copies| copies.drain(..))
     }
 
     /// The blocks of a sequence, in the order of its positions.
@@ -531,7 +719,7 @@ impl KvCache {
         (&self.memory, self.geometry)
     }
 
-    /// Stores key and value (`[head_dim]`) of one position and KV head, whose block is reserved.
+    /// Stores key and value of one position and KV head, whose block is reserved; of a latent the key is all.
     pub fn append(
         &mut self,
         kernels: Kernels,
@@ -544,9 +732,20 @@ impl KvCache {
         let Geometry { block_stride, row_bytes, .. } = self.geometry;
         let block = self.blocks(row.seq)[row.position as usize / BLOCK] as usize;
         let within = row.position as usize % BLOCK * row_bytes;
-        for (plane, x) in Plane::BOTH.into_iter().zip([key, value]) {
+        for (plane, x) in Plane::BOTH.into_iter().zip([key, value]).take(self.geometry.planes) {
             let at = block * block_stride + self.geometry.head(layer, plane, head) + within;
             kernels.store_kv_row(self.kv_type, x, &mut self.memory[at..at + row_bytes]);
+        }
+    }
+}
+
+/// What is on its way to the file gets there, if that does not take too long.
+impl Drop for KvCache {
+    fn drop(&mut self) {
+        let Some(mut spill) = self.spill.take() else { return };
+        // A failure costs a prefill one day.
+        if !spill.flush_within(CLOSE).unwrap_or(false) {
+            spill.abandon();
         }
     }
 }
@@ -575,28 +774,36 @@ pub struct Geometry {
     /// Bytes of a position of a head.
     pub row_bytes: usize,
     n_kv_heads: usize,
+    /// Keys and values, or one that is both.
+    planes: usize,
 }
 
 impl Geometry {
     fn new(spec: &ModelSpec, kv_type: KvType) -> Self {
         let a = &spec.attention;
-        let row_bytes = kv_type.row_bytes(a.head_dim);
+        let (planes, row_bytes) = (a.kv_planes(), kv_type.row_bytes(a.key_dim()));
         let head_stride = BLOCK * row_bytes;
-        let block = spec.n_layers() * 2 * a.n_kv_heads * head_stride;
+        let block = spec.n_layers() * planes * a.n_kv_heads * head_stride;
         let block_stride = block.next_multiple_of(PAGE);
-        Self { block_stride, head_stride, row_bytes, n_kv_heads: a.n_kv_heads }
+        Self { block_stride, head_stride, row_bytes, n_kv_heads: a.n_kv_heads, planes }
     }
 
-    /// Where a head's rows begin within a block.
+    /// Where a head's rows begin within a block. A latent's values are the beginnings of its keys.
     #[must_use]
     pub const fn head(&self, layer: usize, plane: Plane, head: usize) -> usize {
-        ((layer * 2 + plane as usize) * self.n_kv_heads + head) * self.head_stride
+        let plane = if self.planes == 1 { 0 } else { plane as usize };
+        ((layer * self.planes + plane) * self.n_kv_heads + head) * self.head_stride
     }
 }
 
 #[cfg(test)]
 mod tests {
     use std::collections::HashMap;
+    use std::io;
+    use std::path::Path;
+    use std::sync::{Arc, Condvar, Mutex};
+
+    use smoe_store::{DirectIo, Disk, DiskError, WriteDisk};
 
     use super::*;
 
@@ -691,7 +898,8 @@ mod tests {
                     spoken.push(tokens);
                 }
             }
-            kv.save(random.below(3)).unwrap();
+            kv.save(random.below(3));
+            kv.end_step();
             for (seq, tokens) in open.values() {
                 for position in 0..tokens.len() {
                     let at = kv.place(*seq, position);
@@ -733,5 +941,221 @@ mod tests {
         kv.reserve(b, 0, BLOCK).unwrap();
         kv.close(a);
         assert_eq!(kv.available(), 3);
+    }
+
+    #[derive(Clone, Copy, PartialEq)]
+    enum Mood {
+        Works,
+        Stands,
+        Fails,
+    }
+
+    /// A drive in memory that stands still, or fails, while it is in that mood.
+    struct Drive {
+        state: Mutex<(Vec<u8>, Mood)>,
+        changed: Condvar,
+    }
+
+    impl Drive {
+        fn set(&self, mood: Mood) {
+            self.state.lock().unwrap().1 = mood;
+            self.changed.notify_all();
+        }
+    }
+
+    impl Disk for Drive {
+        fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<usize, DiskError> {
+            let state = self.state.lock().unwrap();
+            let there = state.0.get(offset as usize..).unwrap_or(&[]);
+            let len = there.len().min(buf.len());
+            buf[..len].copy_from_slice(&there[..len]);
+            Ok(len)
+        }
+
+        fn len(&self) -> u64 {
+            self.state.lock().unwrap().0.len() as u64
+        }
+
+        fn name(&self) -> &Path {
+            Path::new("drive")
+        }
+
+        fn direct(&self) -> &DirectIo {
+            &DirectIo::Yes { alignment: 4096 }
+        }
+    }
+
+    impl WriteDisk for Drive {
+        fn write_all_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+            let mut state = self.state.lock().unwrap();
+            while state.1 == Mood::Stands {
+                state = self.changed.wait(state).unwrap();
+            }
+            if state.1 == Mood::Fails {
+                return Err(io::Error::other("as told"));
+            }
+            let (at, end) = (offset as usize, offset as usize + bytes.len());
+            let len = state.0.len().max(end);
+            state.0.resize(len, 0);
+            state.0[at..end].copy_from_slice(bytes);
+            Ok(())
+        }
+
+        fn len_now(&self) -> io::Result<u64> {
+            Ok(Disk::len(self))
+        }
+
+        fn set_len(&self, len: u64) -> io::Result<()> {
+            self.state.lock().unwrap().0.resize(len as usize, 0);
+            Ok(())
+        }
+
+        fn sync(&self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    /// A cache of so many blocks, with a file of so many on a drive.
+    fn on_drive(blocks: usize, slots: u64) -> (KvCache, Arc<Drive>) {
+        let mut kv = KvCache::new(&spec(), KvType::F16, blocks * BLOCK, 4).unwrap();
+        let drive = Arc::new(Drive { state: Mutex::new((Vec::new(), Mood::Works)), changed: Condvar::new() });
+        let max_bytes = 4096 + slots * (kv.geometry.block_stride as u64 + 4096);
+        let (file, _) = BlockFile::on(drive.clone(), &kv.file_settings(max_bytes, [0; 32])).unwrap();
+        kv.spill = Some(Spill::new(file));
+        (kv, drive)
+    }
+
+    /// A conversation of one block, which tells it from others, begins and ends.
+    fn say(kv: &mut KvCache, what: u32) -> usize {
+        let tokens = [what; BLOCK];
+        let seq = kv.open().unwrap();
+        let held = kv.adopt(seq, &tokens);
+        kv.reserve(seq, held, BLOCK).unwrap();
+        kv.commit(seq, &tokens);
+        kv.close(seq);
+        held
+    }
+
+    #[test]
+    fn a_drive_that_stands_still_stops_nobody() {
+        let (mut kv, drive) = on_drive(6, 100);
+        drive.set(Mood::Stands);
+        for what in 0..12 {
+            assert_eq!(say(&mut kv, what), 0);
+        }
+        // Four could be queued; two were lost, for which the step waited once.
+        assert_eq!((kv.usage().lost, kv.patience), (2, Duration::ZERO));
+        // What is on its way is there.
+        assert_eq!((say(&mut kv, 0), say(&mut kv, 3)), (BLOCK, BLOCK));
+        assert_eq!(kv.usage().lost, 3, "the second took the place of the first, which the file has");
+        drive.set(Mood::Works);
+        assert_eq!(kv.flush(Duration::from_secs(60)), 0);
+        assert!(kv.usage().has_file && kv.take_warning().is_none());
+        for what in [1, 2, 11, 10, 9] {
+            assert_eq!(say(&mut kv, what), BLOCK, "{what}");
+        }
+        assert_eq!(say(&mut kv, 4), 0, "lost");
+    }
+
+    #[test]
+    fn a_flush_ends_when_its_time_is_over() {
+        let (mut kv, drive) = on_drive(8, 100);
+        drive.set(Mood::Stands);
+        (0..7).for_each(|what| assert_eq!(say(&mut kv, what), 0));
+        assert_eq!(kv.flush(Duration::from_millis(20)), 7);
+        assert!(!kv.usage().has_file);
+        assert_eq!(say(&mut kv, 3), BLOCK, "the cache goes on without it");
+        drive.set(Mood::Works);
+    }
+
+    #[test]
+    fn a_file_that_only_fails_is_given_up_and_that_is_told() {
+        let (mut kv, drive) = on_drive(6, 100);
+        assert_eq!(say(&mut kv, 0), 0);
+        assert_eq!(kv.flush(Duration::from_secs(60)), 0);
+        let fail = |kv: &mut KvCache, what| {
+            drive.set(Mood::Fails);
+            assert_eq!(say(kv, what), 0);
+            kv.save(9);
+            assert!(kv.wait_for_file(Duration::from_secs(60)));
+            drive.set(Mood::Works);
+            kv.save(9);
+        };
+        // Now and then is no reason.
+        for what in 1..41 {
+            fail(&mut kv, what);
+            say(&mut kv, 1000 + what);
+            kv.flush(Duration::from_secs(60));
+        }
+        let usage = kv.usage();
+        assert!(usage.has_file && usage.file_failures == 40, "{usage:?}");
+        assert!(matches!(kv.take_warning(), Some(EngineError::Spill(_))), "the first is told");
+        assert!(kv.take_warning().is_none(), "once");
+        let failures = (100..200).take_while(|&what| {
+            fail(&mut kv, what);
+            kv.usage().has_file
+        });
+        assert_eq!(failures.count(), 15);
+        assert_eq!(kv.usage().file_failures, 56);
+        let told = kv.take_warning();
+        assert!(matches!(told, Some(EngineError::SpillGivenUp { failures: 56, .. })), "{told:?}");
+        assert!(kv.take_warning().is_none());
+        (200..220).for_each(|what| assert_eq!(say(&mut kv, what), 0, "and on without"));
+    }
+
+    #[test]
+    fn what_is_used_in_memory_stays_in_the_file() {
+        let (mut kv, _drive) = on_drive(20, 4);
+        for what in 0..4 {
+            say(&mut kv, what);
+            kv.flush(Duration::from_secs(60));
+        }
+        assert_eq!(say(&mut kv, 0), BLOCK, "from memory");
+        say(&mut kv, 4);
+        kv.flush(Duration::from_secs(60));
+        let holds = |what: u32| kv.spill.as_ref().unwrap().holds(Key::ROOT.child(&[what; BLOCK]));
+        let held: Vec<u32> = (0..5).filter(|&what| holds(what)).collect();
+        assert_eq!(held, [0, 2, 3, 4]);
+    }
+
+    #[test]
+    fn a_long_beginning_comes_in_parts() {
+        let (mut kv, _drive) = on_drive(40, 100);
+        let tokens: Vec<u32> = (0..10 * BLOCK as u32 + 7).collect();
+        let seq = kv.open().unwrap();
+        kv.reserve(seq, 0, tokens.len()).unwrap();
+        kv.commit_all(seq, &tokens);
+        kv.close(seq);
+        assert_eq!(kv.flush(Duration::from_secs(60)), 0);
+        // Only the fourth block stays in memory.
+        let kept = kv.tree.nodes().find(|(_, node)| node.tokens[0] == 3 * BLOCK as u32).map(|(id, _)| id);
+        let ids: Vec<u32> = kv.tree.nodes().map(|(id, _)| id).filter(|&id| Some(id) != kept).collect();
+        assert_eq!(ids.len(), 10);
+        for id in ids {
+            kv.tree.remove(id);
+            kv.free.push(id);
+        }
+        let seq = kv.open().unwrap();
+        let mut parts = Vec::new();
+        loop {
+            let before = kv.spilled().unwrap().hits;
+            let adopted = kv.adopt_some(seq, &tokens, 4);
+            parts.push((adopted.held, kv.spilled().unwrap().hits - before));
+            if adopted.is_done {
+                break;
+            }
+        }
+        assert_eq!(parts, [(5 * BLOCK, 4), (9 * BLOCK, 4), (10 * BLOCK + 7, 2)]);
+        kv.close(seq);
+        assert_eq!(kv.usage().held, 0);
+    }
+
+    #[test]
+    fn the_list_of_what_is_unsaved_stays_short() {
+        let (mut kv, drive) = on_drive(5, 100);
+        drive.set(Mood::Stands);
+        (0..200).for_each(|what| assert_eq!(say(&mut kv, what), 0));
+        assert!(kv.spill.as_ref().unwrap().unsaved().len() <= 11);
+        drive.set(Mood::Works);
     }
 }

@@ -1,16 +1,22 @@
 //! Blocks in a file: a conversation is found again after it has been evicted, and after a restart.
+//!
+//! What is written is copied and goes its own way; what is read is read on the caller's thread, as few blocks at a time
+//! as the caller likes. The file is a convenience: one that fails again and again is not used any more.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use sha2::{Digest, Sha256};
 use smoe_store::{BlockFile, BlockFileConfig, BlockFileError, BlockFileSnapshot, BlockMeta, OpenMode};
 
-use super::prefix::{Key, Node, common};
-use crate::EngineError;
+use super::prefix::{Key, Node};
 
 /// Writes under way at once; each has a buffer of a block.
-const QUEUE: usize = 4;
+pub(super) const QUEUE: usize = 4;
+/// Failures, with nothing that succeeds among them, after which a file is given up. More than one queue: a drive that is
+/// full fails what is under way, and then the file does with what it has.
+const REPEATS: usize = 4 * QUEUE;
 /// Changes with the arithmetic of keys and values: what an earlier build computed is not what this one would.
 const NUMERICS: u32 = 1;
 
@@ -37,69 +43,72 @@ pub type Opened = smoe_store::Opened;
 #[derive(Debug)]
 pub(super) struct Spill {
     file: BlockFile,
-    /// Blocks in the file by the key of what comes before them; some may have been evicted meanwhile.
-    children: HashMap<Key, Vec<(Key, Vec<u32>)>>,
-    /// Blocks in memory that the file does not have.
+    /// Blocks in memory that the file does not have, and some that it has or that are gone.
     unsaved: VecDeque<(u32, Key)>,
+    /// Blocks and bytes that the file has written and read without a fault.
+    good: u64,
+    /// Failures since.
+    in_a_row: usize,
+}
+
+/// What the file's blocks are, beside their size.
+pub(super) fn fingerprint(model: [u8; 32], layout: &str) -> [u8; 32] {
+    let mut hash = Sha256::new();
+    hash.update(model);
+    hash.update(NUMERICS.to_le_bytes());
+    hash.update(layout);
+    hash.finalize().into()
+}
+
+/// The settings of a file for blocks of `block_bytes`.
+pub(super) fn settings(max_bytes: u64, block_bytes: usize, fingerprint: [u8; 32]) -> BlockFileConfig {
+    BlockFileConfig {
+        payload_bytes: block_bytes,
+        max_bytes,
+        fingerprint,
+        queue: QUEUE,
+        direct: OpenMode::Auto,
+    }
 }
 
 impl Spill {
-    /// Opens the file for blocks of `block_bytes` of this model in this layout.
-    pub(super) fn open(
-        config: &SpillConfig,
-        block_bytes: usize,
-        model: [u8; 32],
-        layout: &str,
-    ) -> Result<(Self, Opened), EngineError> {
-        let mut hash = Sha256::new();
-        hash.update(model);
-        hash.update(NUMERICS.to_le_bytes());
-        hash.update(layout);
-        let config_of_file = BlockFileConfig {
-            payload_bytes: block_bytes,
-            max_bytes: config.max_bytes,
-            fingerprint: hash.finalize().into(),
-            queue: QUEUE,
-            direct: OpenMode::Auto,
-        };
-        let (file, opened) = BlockFile::open(&config.path, &config_of_file)?;
-        let mut spill = Self { file, children: HashMap::new(), unsaved: VecDeque::new() };
-        let found: Vec<(Key, Key, Vec<u32>)> = spill
-            .file
-            .entries()
-            .filter_map(|meta| Some((Key(meta.key), Key(meta.parent), tokens(&meta.note)?)))
-            // What the key does not name is not what it says.
-            .filter(|(key, parent, tokens)| parent.child(tokens) == *key)
-            .collect();
-        for (key, parent, tokens) in found {
-            spill.children.entry(parent).or_default().push((key, tokens));
-        }
-        Ok((spill, opened))
+    pub(super) fn new(file: BlockFile) -> Self {
+        Self { file, unsaved: VecDeque::new(), good: 0, in_a_row: 0 }
     }
 
-    /// The block in the file that holds exactly `own` after `parent`.
-    pub(super) fn child(&self, parent: Key, own: &[u32]) -> Option<Key> {
-        let held = |(key, tokens): &&(Key, Vec<u32>)| tokens == own && self.file.contains(key.0);
-        self.children.get(&parent)?.iter().find(held).map(|(key, _)| *key)
+    /// Whether the file has this block.
+    pub(super) fn holds(&self, key: Key) -> bool {
+        self.file.contains(key.0)
+    }
+
+    /// Notes that a block of the file was used, wherever it came from.
+    pub(super) fn touch(&mut self, key: Key) {
+        self.file.touch(key.0);
     }
 
     /// The block in the file after `parent` that begins as `own` does for longest, and for how long.
     pub(super) fn longest(&self, parent: Key, own: &[u32]) -> Option<(Key, usize)> {
-        let held = self.children.get(&parent)?.iter().filter(|(key, _)| self.file.contains(key.0));
-        let lengths = held.map(|(key, tokens)| (*key, common(tokens, own)));
-        lengths.max_by_key(|(_, len)| *len).filter(|(_, len)| *len > 0)
+        let common = |meta: &BlockMeta| {
+            let words = meta.note.chunks_exact(4).zip(own);
+            words.take_while(|(word, token)| **word == token.to_le_bytes()).count()
+        };
+        let lengths = self.file.children(parent.0).map(|meta| (meta, common(meta)));
+        let (meta, len) = lengths.max_by_key(|(_, len)| *len).filter(|(_, len)| *len > 0)?;
+        // What the key does not name is not what it says.
+        (parent.child(&tokens(&meta.note)?).0 == meta.key).then_some((Key(meta.key), len))
     }
 
     /// Reads blocks into their places of `memory`, all at once; says which came.
     pub(super) fn get(&mut self, wanted: &[(Key, u32)], memory: &mut [u8], stride: usize) -> Vec<bool> {
-        let mut places: HashMap<u32, usize> = wanted.iter().enumerate().map(|(i, w)| (w.1, i)).collect();
+        let mut order: Vec<usize> = (0..wanted.len()).collect();
+        order.sort_unstable_by_key(|&i| wanted[i].1);
         let mut slices: Vec<(u128, &mut [u8])> = Vec::with_capacity(wanted.len());
-        let mut order = Vec::with_capacity(wanted.len());
-        for (id, bytes) in (0..).zip(memory.chunks_exact_mut(stride)) {
-            if let Some(i) = places.remove(&id) {
-                order.push(i);
-                slices.push((wanted[i].0.0, bytes));
-            }
+        let (mut rest, mut at) = (memory, 0);
+        for &i in &order {
+            let (key, id) = (wanted[i].0, wanted[i].1 as usize);
+            let (bytes, behind) = rest.split_at_mut((id - at) * stride).1.split_at_mut(stride);
+            slices.push((key.0, bytes));
+            (rest, at) = (behind, id + 1);
         }
         // A file that fails holds nothing: what it should bring is computed.
         let came = self.file.get(&mut slices).unwrap_or_default();
@@ -109,27 +118,47 @@ impl Spill {
     }
 
     /// Queues a block for writing; false if the file is busy.
-    pub(super) fn put(&mut self, node: &Node, bytes: &[u8]) -> Result<bool, EngineError> {
+    ///
+    /// # Errors
+    /// If the file is of no use.
+    pub(super) fn put(&mut self, node: &Node, bytes: &[u8]) -> Result<bool, BlockFileError> {
         let note = node.tokens.iter().flat_map(|token| token.to_le_bytes()).collect();
-        let meta = BlockMeta { key: node.key.0, parent: node.parent.0, note };
-        // A block that could not be written is not held: it is computed again one day.
-        self.file.poll();
-        match self.file.put(meta, bytes) {
-            Ok(true) => {
-                let siblings = self.children.entry(node.parent).or_default();
-                let file = &self.file;
-                siblings.retain(|(key, _)| *key != node.key && file.contains(key.0));
-                siblings.push((node.key, node.tokens.clone()));
-                Ok(true)
-            }
-            Ok(false) => Ok(false),
+        match self.file.put(BlockMeta { key: node.key.0, parent: node.parent.0, note }, bytes) {
             // The rest of a conversation that fills the whole file.
             Err(BlockFileError::Full { .. }) => Ok(true),
-            Err(error) => Err(error.into()),
+            done => done,
         }
     }
 
-    pub(super) fn note_unsaved(&mut self, id: u32, key: Key) {
+    /// The first failure since the last call, if there was one, and whether the file only fails by now.
+    pub(super) fn failed(&mut self) -> Option<(BlockFileError, bool)> {
+        // A block that could not be written or read is not held: it is computed again one day.
+        let failures = self.file.poll();
+        let now = self.file.snapshot();
+        let good = now.written + now.read_bytes;
+        self.in_a_row = if good > self.good { failures.len() } else { self.in_a_row + failures.len() };
+        self.good = good;
+        failures.into_iter().next().map(|failure| (failure.error, self.in_a_row >= REPEATS))
+    }
+
+    /// Reads and writes that failed.
+    pub(super) fn failures(&self) -> u64 {
+        let counts = self.file.snapshot();
+        counts.read_errors + counts.write_errors
+    }
+
+    /// Notes a block that the file should have. So that the list stays short, `is_unsaved` is asked now and then about
+    /// what is in it.
+    pub(super) fn note_unsaved(
+        &mut self,
+        id: u32,
+        key: Key,
+        blocks: usize,
+        is_unsaved: impl Fn(u32, Key) -> bool,
+    ) {
+        if self.unsaved.len() >= 2 * blocks {
+            self.unsaved.retain(|&(id, key)| is_unsaved(id, key));
+        }
         self.unsaved.push_back((id, key));
     }
 
@@ -141,13 +170,27 @@ impl Spill {
         self.unsaved.pop_front()
     }
 
-    pub(super) fn has_unsaved(&self) -> bool {
-        !self.unsaved.is_empty()
+    /// What is noted as unsaved; some of it may be saved, or gone.
+    pub(super) fn unsaved(&self) -> impl ExactSizeIterator<Item = (u32, Key)> {
+        self.unsaved.iter().copied()
     }
 
-    /// Waits until what is queued is on the drive.
-    pub(super) fn flush(&mut self) -> Result<(), EngineError> {
-        Ok(self.file.flush()?)
+    /// Waits until a write has ended, but not for longer than `limit`; false if that passed.
+    pub(super) fn wait(&mut self, limit: Duration) -> bool {
+        self.file.wait(limit)
+    }
+
+    /// Waits until what is queued is on the drive, but not for longer than `limit`; false if that passed.
+    ///
+    /// # Errors
+    /// If the system cannot say that it is.
+    pub(super) fn flush_within(&mut self, limit: Duration) -> Result<bool, BlockFileError> {
+        self.file.flush_within(limit)
+    }
+
+    /// Closes the file without waiting for it.
+    pub(super) fn abandon(self) {
+        self.file.abandon();
     }
 
     pub(super) fn snapshot(&self) -> BlockFileSnapshot {

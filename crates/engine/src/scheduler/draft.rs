@@ -7,7 +7,7 @@ use std::time::Duration;
 /// Tokens that must have stood before, the longer first.
 const NGRAMS: [usize; 2] = [3, 2];
 /// Guesses of a step; each costs the experts that it needs.
-const MOST: usize = 4;
+pub(super) const MOST: usize = 4;
 /// How far back is looked.
 const WINDOW: usize = 16 * 1024;
 /// Weight of what was before, when a step is added.

@@ -47,8 +47,8 @@ pub(super) struct Index {
     /// Whether the file is known to have room for the slot.
     proven: Vec<bool>,
     by_key: HashMap<u128, u32>,
-    /// By parent's key, whether or not the parent is held: how many held blocks name it.
-    children: HashMap<u128, u32>,
+    /// By parent's key, whether or not the parent is held: slots of the held blocks that name it.
+    children: HashMap<u128, Vec<u32>>,
     /// Held blocks that are nobody's parent, by stamp.
     leaves: BTreeSet<(u64, u32)>,
     free: BTreeSet<u32>,
@@ -117,6 +117,11 @@ impl Index {
             Slot::Held(held) => Some(held),
             _ => None,
         })
+    }
+
+    /// The held blocks that name `parent`.
+    pub(super) fn children(&self, parent: u128) -> impl Iterator<Item = &Held> {
+        self.children.get(&parent).into_iter().flatten().map(|&slot| self.at(slot))
     }
 
     pub(super) fn find(&self, key: u128) -> Option<(u32, &Held)> {
@@ -233,9 +238,9 @@ impl Index {
         }
         self.slots[slot as usize] = Slot::Held(held);
         if parent != key {
-            let count = self.children.entry(parent).or_insert(0);
-            *count += 1;
-            if let (1, Some((slot, held))) = (*count, self.find(parent)) {
+            let siblings = self.children.entry(parent).or_default();
+            siblings.push(slot);
+            if let (1, Some((slot, held))) = (siblings.len(), self.find(parent)) {
                 self.leaves.remove(&(held.stamp, slot));
             }
         }
@@ -253,11 +258,11 @@ impl Index {
         self.by_key.remove(&key);
         self.leaves.remove(&(held.stamp, slot));
         if parent != key
-            && let Entry::Occupied(mut count) = self.children.entry(parent)
+            && let Entry::Occupied(mut siblings) = self.children.entry(parent)
         {
-            *count.get_mut() -= 1;
-            if *count.get() == 0 {
-                count.remove();
+            siblings.get_mut().retain(|&other| other != slot);
+            if siblings.get().is_empty() {
+                siblings.remove();
                 if let Some((slot, held)) = self.find(parent) {
                     self.leaves.insert((held.stamp, slot));
                 }
@@ -327,6 +332,21 @@ mod tests {
         put(&mut index, 1, 0);
         put(&mut index, 9, 0);
         assert_eq!(keys(&index), [1, 9]);
+    }
+
+    #[test]
+    fn children_are_those_that_are_held() {
+        let mut index = Index::new(3);
+        let of = |index: &Index, parent| index.children(parent).map(|held| held.meta.key).collect::<Vec<_>>();
+        for (key, parent) in [(2, 1), (3, 1), (1, 0)] {
+            put(&mut index, key, parent);
+        }
+        assert_eq!((of(&index, 1), of(&index, 0), of(&index, 2)), (vec![2, 3], vec![1], vec![]));
+        put(&mut index, 9, 0);
+        assert_eq!((of(&index, 1), of(&index, 0)), (vec![3], vec![1, 9]), "2 gave way");
+        index.leave(3);
+        assert!(of(&index, 1).is_empty());
+        assert!(!index.children.contains_key(&1), "nothing is kept of those that are gone");
     }
 
     #[test]

@@ -7,27 +7,29 @@ use crate::aligned::AlignedBuf;
 use crate::block_file::error::BlockFileError;
 use crate::block_file::layout::BLOCK;
 use crate::block_file::medium::WriteDisk;
-use crate::sync::{Condvar, Mutex, lock, wait};
+use crate::sync::{Condvar, Mutex, lock, wait, wait_until};
 use std::collections::VecDeque;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
+use std::time::Instant;
 
 /// So that the drive has the next write when one ends; one write of some MiB is already split by the system.
 const WRITERS: usize = 2;
 
-/// A write that was asked for: of a whole slot, or of zeros over its descriptor.
-struct Job {
-    slot: u32,
-    offset: u64,
-    /// A whole slot; none means to wipe.
-    bytes: Option<Arc<AlignedBuf>>,
+/// What was asked for.
+enum Job {
+    /// The write of a whole slot, or, without bytes, of zeros over its descriptor.
+    Write { slot: u32, offset: u64, bytes: Option<Arc<AlignedBuf>> },
+    /// What was written before is to be brought to the drive.
+    Sync,
 }
 
-/// A write that ended.
+/// What has ended.
 pub(super) struct Done {
-    pub(super) slot: u32,
+    /// None: a sync.
+    pub(super) slot: Option<u32>,
     pub(super) outcome: io::Result<()>,
 }
 
@@ -44,7 +46,8 @@ struct Shared {
     zeros: AlignedBuf,
     state: Mutex<State>,
     work: Condvar,
-    idle: Condvar,
+    /// Something has ended.
+    ended: Condvar,
 }
 
 /// The writer threads. Dropping them finishes what is queued, and joins them.
@@ -61,7 +64,7 @@ impl Writers {
             zeros: AlignedBuf::zeroed(BLOCK)?,
             state: Mutex::new(State::default()),
             work: Condvar::new(),
-            idle: Condvar::new(),
+            ended: Condvar::new(),
         });
         // Made first, so that a thread that did start is joined if the next one does not.
         let mut writers = Self { shared, threads: Vec::new() };
@@ -75,12 +78,17 @@ impl Writers {
 
     /// Queues the write of a whole slot.
     pub(super) fn write(&self, slot: u32, offset: u64, bytes: Arc<AlignedBuf>) {
-        self.push(Job { slot, offset, bytes: Some(bytes) });
+        self.push(Job::Write { slot, offset, bytes: Some(bytes) });
     }
 
     /// Queues zeros over the descriptor at `offset`.
     pub(super) fn wipe(&self, slot: u32, offset: u64) {
-        self.push(Job { slot, offset, bytes: None });
+        self.push(Job::Write { slot, offset, bytes: None });
+    }
+
+    /// Queues a sync; of writes that ended before.
+    pub(super) fn sync(&self) {
+        self.push(Job::Sync);
     }
 
     fn push(&self, job: Job) {
@@ -93,12 +101,30 @@ impl Writers {
         std::mem::take(&mut lock(&self.shared.state).done)
     }
 
-    /// Returns once nothing is queued or under way.
-    pub(super) fn wait_idle(&self) {
+    /// Returns once something has ended that was not taken yet, or nothing is queued or under way; false if neither
+    /// is so at the deadline. Without one it waits for as long as it takes.
+    pub(super) fn wait(&self, deadline: Option<Instant>) -> bool {
         let mut state = lock(&self.shared.state);
-        while !state.queue.is_empty() || state.running > 0 {
-            state = wait(&self.shared.idle, state);
+        while state.done.is_empty() && (!state.queue.is_empty() || state.running > 0) {
+            state = match deadline {
+                None => wait(&self.shared.ended, state),
+                Some(deadline) => match wait_until(&self.shared.ended, state, deadline) {
+                    Some(state) => state,
+                    None => return false,
+                },
+            };
         }
+        true
+    }
+
+    /// Forgets what is queued, and leaves the threads to themselves: each ends with what it is doing.
+    pub(super) fn abandon(&mut self) {
+        let mut state = lock(&self.shared.state);
+        state.queue.clear();
+        state.closing = true;
+        drop(state);
+        self.shared.work.notify_all();
+        self.threads.clear();
     }
 }
 
@@ -115,17 +141,20 @@ impl Drop for Writers {
 
 impl Shared {
     fn run(&self) {
-        while let Some(Job { slot, offset, bytes }) = self.next() {
-            let outcome = catch_unwind(AssertUnwindSafe(|| self.perform(offset, bytes.as_deref())))
+        while let Some(job) = self.next() {
+            let slot = match job {
+                Job::Write { slot, .. } => Some(slot),
+                Job::Sync => None,
+            };
+            let outcome = catch_unwind(AssertUnwindSafe(|| self.perform(&job)))
                 .unwrap_or_else(|_| Err(io::Error::other("the disk panicked")));
             // Before the report: whoever hears of it owns the buffer alone.
-            drop(bytes);
+            drop(job);
             let mut state = lock(&self.state);
             state.done.push(Done { slot, outcome });
             state.running -= 1;
-            if state.queue.is_empty() && state.running == 0 {
-                self.idle.notify_all();
-            }
+            drop(state);
+            self.ended.notify_all();
         }
     }
 
@@ -144,8 +173,12 @@ impl Shared {
         }
     }
 
-    fn perform(&self, offset: u64, bytes: Option<&AlignedBuf>) -> io::Result<()> {
-        let Some(bytes) = bytes else { return self.disk.write_all_at(offset, &self.zeros) };
+    fn perform(&self, job: &Job) -> io::Result<()> {
+        let (offset, bytes) = match job {
+            Job::Sync => return self.disk.sync(),
+            Job::Write { offset, bytes: None, .. } => return self.disk.write_all_at(*offset, &self.zeros),
+            Job::Write { offset, bytes: Some(bytes), .. } => (*offset, bytes),
+        };
         let written = self.disk.write_all_at(offset, bytes);
         if written.is_err() {
             // A half-written block would be found out when it is read; without its descriptor it is not even

@@ -5,6 +5,7 @@ use crate::support::{Random, within_a_minute};
 use crate::{HEADER, SLOT, config, get, keys, meta, payload, put};
 use smoe_store::{BlockFile, BlockFileError};
 use std::sync::Arc;
+use std::time::Duration;
 
 fn faulty(slots: usize) -> (Arc<MemoryFile>, Arc<FaultyFile>, BlockFile) {
     let memory = MemoryFile::new(Vec::new());
@@ -167,5 +168,39 @@ fn whatever_fails_bytes_are_right_and_the_file_goes_on() {
             get(&mut file, &all);
         }
         assert!(failed > 300 && came > 200, "{failed} failed, {came} came");
+    });
+}
+
+#[test]
+fn a_disk_that_stands_still_holds_nobody_up_who_does_not_wait_for_it() {
+    within_a_minute(|| {
+        let (memory, disk, mut file) = faulty(8);
+        put(&mut file, 40);
+        assert!(file.flush_within(Duration::from_secs(30)).unwrap());
+        disk.set(Faults { hold: true, ..Faults::default() });
+        (41..43).for_each(|key| assert!(file.put(meta(key), &payload(key)).unwrap()));
+        assert!(!file.wait(Duration::from_millis(1)), "nothing has ended");
+        assert!(!file.flush_within(Duration::from_millis(1)).unwrap());
+        assert_eq!(file.snapshot().writing, 2, "and goes on");
+        file.abandon();
+        disk.set(Faults::default());
+        // What was under way is there or not; what was there before is.
+        let (mut file, _) = BlockFile::on(memory, &config(8)).unwrap();
+        assert_eq!(get(&mut file, &[40]), [true]);
+    });
+}
+
+#[test]
+fn a_wait_ends_when_a_write_does() {
+    within_a_minute(|| {
+        let (_, disk, mut file) = faulty(8);
+        disk.set(Faults { hold: true, ..Faults::default() });
+        (40..42).for_each(|key| assert!(file.put(meta(key), &payload(key)).unwrap()));
+        assert!(!file.put(meta(42), &payload(42)).unwrap(), "no buffer");
+        disk.set(Faults::default());
+        assert!(file.wait(Duration::from_secs(30)));
+        assert!(file.put(meta(42), &payload(42)).unwrap());
+        file.flush().unwrap();
+        assert!(file.wait(Duration::ZERO), "nothing is under way");
     });
 }

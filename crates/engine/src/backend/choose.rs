@@ -1,0 +1,148 @@
+//! Which device computes.
+
+use std::str::FromStr;
+
+use smoe_format::expert_file::LayerTable;
+use smoe_kernels::Kernels;
+
+use crate::EngineError;
+use crate::backend::Backend;
+use crate::backend::cpu::CpuBackend;
+use crate::plan::{Plan, PlanRequest};
+use crate::vault::Vault;
+use crate::weights::Weights;
+
+/// What the user asks for.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum DeviceChoice {
+    /// The processor.
+    #[default]
+    Cpu,
+    /// The best GPU if there is one that can run the model, else the processor.
+    Auto,
+    /// A GPU, or the one whose name contains this; a program that plays one will do.
+    Gpu(Option<String>),
+}
+
+impl FromStr for DeviceChoice {
+    type Err = std::convert::Infallible;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        Ok(match text {
+            "cpu" => Self::Cpu,
+            "auto" => Self::Auto,
+            "gpu" => Self::Gpu(None),
+            name => Self::Gpu(Some(name.to_owned())),
+        })
+    }
+}
+
+/// A device that was chosen, before the plan.
+pub(crate) struct Chosen {
+    #[cfg(feature = "gpu")]
+    gpu: Option<std::sync::Arc<smoe_gpu::Gpu>>,
+    /// Why it is not what one may have hoped for.
+    pub(crate) note: Option<String>,
+}
+
+impl Chosen {
+    const fn cpu(note: Option<String>) -> Self {
+        Self {
+            #[cfg(feature = "gpu")]
+            gpu: None,
+            note,
+        }
+    }
+
+    /// Opens the device.
+    ///
+    /// # Errors
+    /// If a GPU was asked for by name and there is none, or it cannot run this model.
+    #[cfg(feature = "gpu")]
+    pub(crate) fn open(choice: &DeviceChoice, vault: &Vault, exact: bool) -> Result<Self, EngineError> {
+        use smoe_gpu::{Gpu, Software};
+
+        let (name, software) = match choice {
+            DeviceChoice::Cpu => return Ok(Self::cpu(None)),
+            DeviceChoice::Auto => (None, Software::Refuse),
+            DeviceChoice::Gpu(name) => (name.as_deref(), Software::Accept),
+        };
+        if let Some(what) = crate::device::unsupported(&vault.spec, exact, &vault.experts.layers) {
+            if *choice == DeviceChoice::Auto {
+                return Ok(Self::cpu(Some(format!("on the processor: no GPU kernels for {what}"))));
+            }
+            return Err(EngineError::Unsupported { what: format!("{what} on a GPU (--device cpu can)") });
+        }
+        match Gpu::open(name, software) {
+            Ok(gpu) => Ok(Self { gpu: Some(std::sync::Arc::new(gpu)), note: None }),
+            Err(_) if *choice == DeviceChoice::Auto => Ok(Self::cpu(None)),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Without GPUs in this build: the processor, or an error.
+    ///
+    /// # Errors
+    /// If a GPU was asked for.
+    #[cfg(not(feature = "gpu"))]
+    pub(crate) fn open(choice: &DeviceChoice, _vault: &Vault, _exact: bool) -> Result<Self, EngineError> {
+        match choice {
+            DeviceChoice::Gpu(_) => {
+                Err(EngineError::Unsupported { what: "a GPU: this build has none".to_owned() })
+            }
+            DeviceChoice::Cpu | DeviceChoice::Auto => Ok(Self::cpu(None)),
+        }
+    }
+
+    /// What the device needs of the plan.
+    pub(crate) fn adapt(&self, request: &PlanRequest, vault: &Vault) -> PlanRequest {
+        #[cfg(feature = "gpu")]
+        if let Some(gpu) = &self.gpu {
+            let most = crate::device::max_chunk(gpu.facts(), &vault.spec);
+            let chunk = request.chunk.unwrap_or(DEVICE_CHUNK).min(most);
+            return PlanRequest { chunk: Some(chunk), ..request.clone() };
+        }
+        let _ = vault;
+        request.clone()
+    }
+
+    /// The backend. A GPU that is too small is an error if it was asked for, and the processor's case otherwise.
+    ///
+    /// # Errors
+    /// If the device has no room or refuses something.
+    pub(crate) fn backend(
+        &mut self,
+        choice: &DeviceChoice,
+        vault: &Vault,
+        weights: Weights,
+        plan: &Plan,
+        kernels: Kernels,
+        exact: bool,
+        vram: Option<u64>,
+        slots: Option<usize>,
+    ) -> Result<Box<dyn Backend>, EngineError> {
+        let (spec, tables): (_, &[LayerTable]) = (&vault.spec, &vault.experts.layers);
+        #[cfg(feature = "gpu")]
+        if let Some(gpu) = self.gpu.take() {
+            use crate::backend::gpu::GpuBackend;
+            use crate::device::DevicePlan;
+
+            let made = DevicePlan::new(gpu.facts(), spec, tables, plan, vram, slots)
+                .and_then(|device| GpuBackend::new(gpu, spec, &weights, tables, plan, device, exact));
+            match made {
+                Ok(backend) => return Ok(Box::new(backend)),
+                Err(error) if *choice == DeviceChoice::Auto => {
+                    self.note = Some(format!("on the processor: {error}"));
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        let _ = (choice, vram, slots);
+        Ok(Box::new(CpuBackend::new(spec.clone(), weights, tables, plan, kernels, exact)))
+    }
+}
+
+/// Tokens of a prefill step on a device, unless the user says otherwise: its kernels fill it with fewer than the
+/// processor's need, and planes and routes of longer steps take its memory.
+#[cfg(feature = "gpu")]
+const DEVICE_CHUNK: usize = 512;

@@ -1,0 +1,558 @@
+//! Puts a model on a device: uploads the backbone, claims planes, cache and tier, binds every kernel.
+
+use std::sync::Arc;
+
+use smoe_format::expert_file::{LayerTable, TensorEntry};
+use smoe_format::{Encoding, FfnKind, ModelSpec};
+use smoe_gpu::{
+    Angles, Attention, AttentionHeads, AttentionOutputs, AttentionScratch, CodedMatmul, Columns, Delta, Down,
+    Embed, ExactMatmul, ExpertInput, ExpertLayout, FloatMatmul, GateUp, Gpu, GpuError, Hidden, KvFormat,
+    KvLayout, MixNorm, NormOutputs, Projections as Projected, QkNorm, RopeAppend, RopePairs, Route,
+    RouteInputs, RouteOutputs, Rows, Shared, Slice, Weights as DeviceWeights, WorkList,
+};
+use smoe_kernels::{KvType, Matrix};
+use smoe_meter::TierMeter;
+
+use super::ops::{Ends, Input, Layer, LayerOps, Moe, Product, Routed, RowBuffer};
+use super::tier::ExpertTier;
+use super::weights::{DeviceMatrix, Uploader, stackable};
+use super::{GpuBackend, LISTS, Pending};
+use crate::EngineError;
+use crate::backend::{HEAD_ROWS, cpu};
+use crate::device::{DevicePlan, layer_block_bytes};
+use crate::engine::POLICY;
+use crate::kv::BLOCK;
+use crate::plan::Plan;
+use crate::rope::RopeTable;
+use crate::weights::{Ffn, LayerFfn, LayerWeights, Projections, Weights};
+
+/// Bytes for what the splits of attention come to.
+const ATTENTION_SCRATCH: u64 = 64 << 20;
+
+/// The planes that layers share: one layer runs at a time.
+struct Planes {
+    hidden: Slice,
+    /// Input of attention.
+    input: Input,
+    /// Queries, keys and values as projected.
+    projected: Slice,
+    queries: Slice,
+    /// Outputs of the heads.
+    mixed: Input,
+    /// What attention adds.
+    delta: Slice,
+    /// Input of router and feed-forward parts.
+    normed: Input,
+    ids: Slice,
+    route_weights: Slice,
+    /// Outputs of (token, expert) pairs.
+    outputs: Slice,
+    /// Output of a dense part or a shared expert.
+    dense: Slice,
+    gates: Slice,
+    scratch: AttentionScratch,
+    angles: Slice,
+    tables: Slice,
+    rows: Vec<RowBuffer>,
+    /// `[MoE layers]` of `[T, n_experts]`.
+    router: Vec<Slice>,
+}
+
+struct Builder<'a> {
+    gpu: &'a Gpu,
+    up: Uploader<'a>,
+    spec: &'a ModelSpec,
+    weights: &'a Weights,
+    tokens: usize,
+    context: usize,
+    exact: bool,
+    planes: Planes,
+    kv_layout: KvLayout,
+    kv: Vec<Slice>,
+    /// List of the resident parts.
+    everyone: Option<WorkList>,
+    /// Hidden values of experts, by width, form and number: layers share them.
+    hidden: Vec<([usize; 3], Hidden)>,
+}
+
+/// Bytes of so many floats.
+const fn floats(n: usize) -> u64 {
+    4 * n as u64
+}
+
+impl GpuBackend {
+    /// Puts the model on `gpu`, for steps of at most `plan.chunk` tokens. The weights here are not needed
+    /// afterwards.
+    ///
+    /// # Errors
+    /// If the device refuses something, or has no room.
+    pub fn new(
+        gpu: Arc<Gpu>,
+        spec: &ModelSpec,
+        weights: &Weights,
+        tables: &[LayerTable],
+        plan: &Plan,
+        device: DevicePlan,
+        exact: bool,
+    ) -> Result<Self, EngineError> {
+        let meter = Arc::new(TierMeter::default());
+        let tier = ExpertTier::new(&gpu, tables, &device.slots, POLICY, meter.clone())?;
+        let mut builder = Builder::new(&gpu, spec, weights, tables, plan, exact)?;
+        let first = tables.first().map(|table| ExpertLayout::new(table, table.record_len as u64));
+        let mut lists = Vec::new();
+        let mut device_list = None;
+        if let Some(layout) = &first {
+            let list = || WorkList::new(&gpu, layout, plan.chunk, spec.moe.top_k);
+            lists = (0..LISTS).map(|_| list()).collect::<Result<_, _>>()?;
+            device_list = Some(list()?);
+        }
+        let mut layers = Vec::with_capacity(spec.n_layers());
+        let mut moe_index = 0;
+        for layer in 0..spec.n_layers() {
+            let tier = (spec.layers[layer] == FfnKind::Moe).then(|| {
+                moe_index += 1;
+                (moe_index - 1, &tables[moe_index - 1], tier.bindings(moe_index - 1))
+            });
+            layers.push(builder.layer(layer, tier, &lists, device_list.as_ref())?);
+        }
+        let ends = builder.ends()?;
+        let n_moe = moe_index;
+        let Builder { planes, kv, .. } = builder;
+        let router = n_moe * plan.chunk * spec.moe.n_experts;
+        let readback = gpu.readback(floats(router.max(1)))?;
+        Ok(Self {
+            meter,
+            step: None,
+            tokens: 0,
+            visible: 0,
+            next: 0,
+            pending: Pending::Nothing,
+            layers,
+            ends,
+            rows: planes.rows,
+            table_words: Vec::with_capacity(planes.tables.len() as usize / 4),
+            tables: planes.tables,
+            table_starts: Vec::with_capacity(plan.sessions),
+            row_words: Vec::with_capacity(4 * plan.chunk),
+            route_weights: planes.route_weights,
+            kv,
+            block_bytes: layer_block_bytes(spec, plan.kv),
+            tier,
+            lists,
+            listed: 0,
+            readback,
+            router: vec![0.0; router],
+            logits: vec![0.0; HEAD_ROWS * spec.vocab_size],
+            host_hidden: Vec::new(),
+            flowing: None,
+            everyone: Vec::with_capacity(plan.chunk),
+            stamp: 0,
+            profile: None,
+            plan: device,
+            spec: spec.clone(),
+            gpu,
+        })
+    }
+}
+
+impl<'a> Builder<'a> {
+    fn new(
+        gpu: &'a Gpu,
+        spec: &'a ModelSpec,
+        weights: &'a Weights,
+        tables: &[LayerTable],
+        plan: &Plan,
+        exact: bool,
+    ) -> Result<Self, GpuError> {
+        let a = &spec.attention;
+        let (t, d, hd) = (plan.chunk, spec.d_model, a.head_dim);
+        let groups = cpu::groups(weights.tensors().map(|t| t.encoding), tables);
+        let groups = if exact { Vec::new() } else { groups };
+        let (heads, kv_heads) = (a.n_heads * hd, a.n_kv_heads * hd);
+        let table = RopeTable::new(&spec.rope, spec.rope_dim(), plan.context);
+        let angles: Vec<u8> = (0..plan.context)
+            .flat_map(|p| table.cos(p).iter().zip(table.sin(p)).flat_map(|(c, s)| [*c, *s]))
+            .flat_map(f32::to_le_bytes)
+            .collect();
+        let angle_slice = gpu.buffer("angles", angles.len() as u64)?;
+        gpu.write(&angle_slice, 0, &angles);
+        let blocks = plan.sessions * plan.context.div_ceil(BLOCK);
+        let mut windows: Vec<usize> =
+            (0..spec.n_layers()).map(|layer| spec.window(layer).unwrap_or(usize::MAX)).collect();
+        windows.sort_unstable();
+        windows.dedup();
+        let row = |window: usize| Ok(RowBuffer { window, rows: gpu.buffer("rows", (16 * t) as u64)? });
+        let pairs = t * spec.moe.top_k;
+        let plane = |what: &str, n: usize| gpu.buffer(what, floats(n));
+        let n_moe = spec.moe_layers().count();
+        let kv_layout = KvLayout {
+            format: match plan.kv {
+                KvType::F32 => KvFormat::F32,
+                KvType::F16 => KvFormat::F16,
+                KvType::Q8 => KvFormat::Q8,
+            },
+            n_kv_heads: a.n_kv_heads,
+            head_dim: hd,
+            value_dim: hd,
+        };
+        let kv_bytes = layer_block_bytes(spec, plan.kv) * plan.kv_positions.div_ceil(BLOCK) as u64;
+        let planes = Planes {
+            hidden: plane("hidden states", t * d)?,
+            input: Input::new(gpu, t, d, &groups)?,
+            projected: plane("projections", t * (heads + 2 * kv_heads))?,
+            queries: plane("queries", t * heads)?,
+            mixed: Input::new(gpu, t, heads, &groups)?,
+            delta: plane("what attention adds", t * d)?,
+            normed: Input::new(gpu, t, d, &groups)?,
+            ids: plane("chosen experts", pairs)?,
+            route_weights: plane("weights of experts", pairs)?,
+            outputs: plane("outputs of experts", pairs * d)?,
+            dense: plane("output of a dense part", t * d)?,
+            gates: plane("gates of shared experts", t)?,
+            scratch: AttentionScratch::new(gpu, a.n_heads, hd, plan.context, ATTENTION_SCRATCH)?,
+            angles: angle_slice,
+            tables: plane("blocks of sessions", blocks)?,
+            rows: windows.into_iter().map(row).collect::<Result<_, GpuError>>()?,
+            router: (0..n_moe)
+                .map(|_| plane("router logits", t * spec.moe.n_experts))
+                .collect::<Result<_, _>>()?,
+        };
+        Ok(Self {
+            gpu,
+            up: Uploader::new(gpu),
+            spec,
+            weights,
+            tokens: t,
+            context: plan.context,
+            exact,
+            planes,
+            kv_layout,
+            everyone: None,
+            hidden: Vec::new(),
+            kv: (0..spec.n_layers())
+                .map(|_| gpu.buffer("keys and values", kv_bytes))
+                .collect::<Result<_, _>>()?,
+        })
+    }
+
+    /// What the layer before `layer` left to be added.
+    fn delta_before(&self, layer: usize) -> Delta<'_> {
+        let Some(before) = layer.checked_sub(1) else { return Delta::None };
+        match &self.weights.layers[before].ffn {
+            LayerFfn::Dense(_) => Delta::Plane(&self.planes.dense, None),
+            LayerFfn::Moe { shared, shared_scale, .. } => Delta::Experts {
+                outputs: &self.planes.outputs,
+                weights: &self.planes.route_weights,
+                top_k: self.spec.moe.top_k,
+                shared: shared.as_ref().map(|_| Shared {
+                    output: &self.planes.dense,
+                    gate: shared_scale.as_ref().map(|_| &self.planes.gates),
+                }),
+            },
+        }
+    }
+
+    fn norm(
+        &self,
+        weight: &Slice,
+        delta: Delta<'_>,
+        rows: Option<(&Slice, usize)>,
+        tokens: usize,
+        out: &Input,
+    ) -> Result<MixNorm, GpuError> {
+        let coded = out.coded();
+        let outputs = NormOutputs { plane: Some(&out.float), coded: &coded };
+        let (d, eps, hidden) = (self.spec.d_model, self.spec.rms_norm_eps, &self.planes.hidden);
+        MixNorm::new(self.gpu, tokens, d, eps, hidden, weight, delta, rows, outputs)
+    }
+
+    /// `out[t, offset..] = W input[t]`, W being `matrices` one under the other.
+    fn product(
+        &mut self,
+        matrices: &[Matrix<'_>],
+        input: &Input,
+        tokens: usize,
+        out: &Slice,
+        stride: usize,
+    ) -> Result<Vec<Product>, GpuError> {
+        let mut products = Vec::new();
+        let mut offset = 0;
+        if stackable(matrices) {
+            let stacked = self.up.stack(matrices)?;
+            self.products_of(&stacked, input, tokens, out, stride, offset, &mut products)?;
+            return Ok(products);
+        }
+        for matrix in matrices {
+            let uploaded = self.up.matrix(matrix)?;
+            self.products_of(&uploaded, input, tokens, out, stride, offset, &mut products)?;
+            offset += matrix.rows();
+        }
+        Ok(products)
+    }
+
+    fn products_of(
+        &self,
+        matrix: &DeviceMatrix,
+        input: &Input,
+        tokens: usize,
+        out: &Slice,
+        stride: usize,
+        offset: usize,
+        products: &mut Vec<Product>,
+    ) -> Result<(), GpuError> {
+        for part in &matrix.parts {
+            let weights = DeviceWeights::new(part.bytes.clone(), part.rows, matrix.cols, matrix.encoding);
+            let columns = Columns { plane: out.clone(), stride, offset: offset + part.first_row };
+            products.push(match matrix.encoding {
+                Encoding::Uniform(_) if self.exact => {
+                    Product::Exact(ExactMatmul::new(self.gpu, &weights, &input.float, tokens, &columns)?)
+                }
+                Encoding::Uniform(uniform) => {
+                    let x = input.coded.iter().find(|x| x.suits(uniform, matrix.cols));
+                    let x = x.expect("every group size of the weights has its plane");
+                    Product::Coded(CodedMatmul::new(self.gpu, &weights, x, &columns)?)
+                }
+                _ => Product::Float(FloatMatmul::new(self.gpu, &weights, &input.float, tokens, &columns)?),
+            });
+        }
+        Ok(())
+    }
+
+    fn layer(
+        &mut self,
+        layer: usize,
+        tier: Option<(usize, &LayerTable, (&Slice, &Slice))>,
+        lists: &[WorkList],
+        device_list: Option<&WorkList>,
+    ) -> Result<Layer, EngineError> {
+        let weights: &'a LayerWeights = &self.weights.layers[layer];
+        let host: &'a Weights = self.weights;
+        let Projections::Heads { q, k, v, bias, norm } = &weights.projections else {
+            return Err(EngineError::Unsupported { what: "latent attention on a GPU".to_owned() });
+        };
+        let a = self.spec.attention;
+        let (heads, kv_heads) = (a.n_heads * a.head_dim, a.n_kv_heads * a.head_dim);
+        let stride = heads + 2 * kv_heads;
+        let (t, d) = (self.tokens, self.spec.d_model);
+
+        let norm_weight = self.up.vector(&weights.attn_norm)?;
+        let enter = self.norm(&norm_weight, self.delta_before(layer), None, t, &self.planes.input)?;
+        let enter_plain = self.norm(&norm_weight, Delta::None, None, t, &self.planes.input)?;
+
+        let matrices = [q, k, v].map(|tensor| host.matrix(tensor));
+        let input = Input { float: self.planes.input.float.clone(), coded: self.planes.input.coded.clone() };
+        let projected = self.planes.projected.clone();
+        let qkv = self.product(&matrices, &input, t, &projected, stride)?;
+        let bias = bias.as_ref().map(|bias| self.up.vector(&bias.concat())).transpose()?;
+        let norms = norm.as_ref().map(|norm| self.up.vector(&norm.concat())).transpose()?;
+        let window = self.spec.window(layer).unwrap_or(usize::MAX);
+        let row_buffer = self.planes.rows.iter().find(|rows| rows.window == window);
+        let rows =
+            Rows { rows: &row_buffer.expect("every window has its rows").rows, tables: &self.planes.tables };
+        let rope = RopeAppend::new(
+            self.gpu,
+            t,
+            a.n_heads,
+            self.kv_layout,
+            Projected { plane: &projected, stride, at: [0, heads, heads + kv_heads], bias: bias.as_ref() },
+            norms.as_ref().map(|weights| QkNorm {
+                weights,
+                eps: self.spec.rms_norm_eps,
+                whole: a.qk_norm_whole,
+            }),
+            Angles {
+                table: &self.planes.angles,
+                positions: self.context,
+                dim: self.spec.rope_dim(),
+                pairs: if self.spec.rope.interleaved { RopePairs::Neighbours } else { RopePairs::Halves },
+            },
+            rows,
+            &self.planes.queries,
+            &self.kv[layer],
+        )?;
+        let sinks = weights.sinks.as_ref().map(|sinks| self.up.vector(sinks)).transpose()?;
+        let mixed = Input { float: self.planes.mixed.float.clone(), coded: self.planes.mixed.coded.clone() };
+        let wanted = host.matrix(&weights.o).uniform().filter(|_| !self.exact);
+        let coded = wanted.and_then(|u| mixed.coded.iter().find(|plane| plane.suits(u, heads)));
+        let attention = Attention::new(
+            self.gpu,
+            t,
+            self.kv_layout,
+            AttentionHeads {
+                n_heads: a.n_heads,
+                scale: (a.score_scale / (a.head_dim as f64).sqrt()) as f32,
+                sinks: sinks.as_ref(),
+            },
+            &self.planes.queries,
+            &self.kv[layer],
+            rows,
+            &self.planes.scratch,
+            AttentionOutputs { plane: coded.is_none().then_some(&mixed.float), coded },
+        )?;
+        let delta = self.planes.delta.clone();
+        let o = self.product(&[host.matrix(&weights.o)], &mixed, t, &delta, d)?;
+        let o_bias = weights.o_bias.as_ref().map(|bias| self.up.vector(bias)).transpose()?;
+        let norm_weight = self.up.vector(&weights.ffn_norm)?;
+        let added = Delta::Plane(&self.planes.delta, o_bias.as_ref());
+        let leave = self.norm(&norm_weight, added, None, t, &self.planes.normed)?;
+
+        let normed =
+            Input { float: self.planes.normed.float.clone(), coded: self.planes.normed.coded.clone() };
+        let ops = match (&weights.ffn, tier) {
+            (LayerFfn::Dense(ffn), _) => LayerOps::Dense(Box::new(self.resident(host, ffn, &normed)?)),
+            (LayerFfn::Moe { router, router_bias, correction, shared, shared_scale, .. }, Some(tier)) => {
+                let (index, table, (memory, places)) = tier;
+                let layout = ExpertLayout::new(table, table.record_len as u64);
+                let logits = self.planes.router[index].clone();
+                let n_experts = self.spec.moe.n_experts;
+                let router = self.product(&[host.matrix(router)], &normed, t, &logits, n_experts)?;
+                let shared = match shared {
+                    None => None,
+                    Some(ffn) => {
+                        let ffn = self.resident(host, ffn, &normed)?;
+                        let gate = match shared_scale {
+                            None => None,
+                            Some(scale) => Some(self.gate(host.matrix(scale), &normed)?),
+                        };
+                        Some((ffn, gate))
+                    }
+                };
+                let coded = normed.coded();
+                let x = ExpertInput { coded: &coded, float: Some(&normed.float) };
+                let hidden = self.hidden(table, &layout, t * self.spec.moe.top_k)?;
+                let routed = |list: &WorkList| -> Result<Routed, GpuError> {
+                    Ok(Routed {
+                        gate_up: GateUp::new(self.gpu, &layout, memory, list, &x, &hidden)?,
+                        down: Down::new(self.gpu, &layout, memory, list, &hidden, &self.planes.outputs)?,
+                    })
+                };
+                let own = device_list.expect("a model with experts has a list");
+                let bias = router_bias.as_ref().map(|bias| self.up.vector(bias)).transpose()?;
+                let correction = (!correction.is_empty()).then(|| self.up.vector(correction)).transpose()?;
+                let inputs = RouteInputs {
+                    logits: &logits,
+                    bias: bias.as_ref(),
+                    correction: correction.as_ref(),
+                    slots: places,
+                };
+                let outputs =
+                    RouteOutputs { ids: &self.planes.ids, weights: &self.planes.route_weights, list: own };
+                LayerOps::Moe(Box::new(Moe {
+                    index,
+                    router,
+                    bias: router_bias.clone(),
+                    route: Route::new(self.gpu, t, &self.spec.moe, inputs, outputs)?,
+                    own: routed(own)?,
+                    lists: lists.iter().map(routed).collect::<Result<_, _>>()?,
+                    shared,
+                    logits,
+                }))
+            }
+            (LayerFfn::Moe { .. }, None) => unreachable!("an MoE layer has its table"),
+        };
+        Ok(Layer { enter, enter_plain, qkv, rope, window, attention, o, leave, ops })
+    }
+
+    /// Room for the hidden values of `pairs` pairs.
+    fn hidden(
+        &mut self,
+        table: &LayerTable,
+        layout: &ExpertLayout,
+        pairs: usize,
+    ) -> Result<Hidden, GpuError> {
+        let group = match table.tensors[2].encoding {
+            Encoding::Uniform(uniform) => uniform.group(),
+            _ => 0,
+        };
+        let key = [layout.d_expert(), group, pairs];
+        if let Some((_, hidden)) = self.hidden.iter().find(|(other, _)| *other == key) {
+            return Ok(hidden.clone());
+        }
+        let hidden = Hidden::new(self.gpu, layout, pairs)?;
+        self.hidden.push((key, hidden.clone()));
+        Ok(hidden)
+    }
+
+    /// The gate of a shared expert: one row, in f32.
+    fn gate(&mut self, matrix: Matrix<'_>, normed: &Input) -> Result<FloatMatmul, GpuError> {
+        let mut row = vec![0.0; matrix.cols()];
+        matrix.encoding().decode_row(matrix.bytes(), matrix.cols(), 0, &mut row);
+        let bytes = self.up.vector(&row)?;
+        let weights = DeviceWeights::new(bytes, 1, matrix.cols(), Encoding::F32);
+        let out = Columns::whole(self.planes.gates.clone(), 1);
+        FloatMatmul::new(self.gpu, &weights, &normed.float, self.tokens, &out)
+    }
+
+    /// A resident SwiGLU: an expert that every token visits, alone in its slot.
+    fn resident(&mut self, host: &Weights, ffn: &Ffn, normed: &Input) -> Result<Routed, EngineError> {
+        let matrices = [&ffn.gate, &ffn.up, &ffn.down].map(|tensor| host.matrix(tensor));
+        let mut at = 0;
+        let tensors = matrices.map(|m| {
+            let offset = at;
+            at += m.bytes().len().next_multiple_of(64);
+            TensorEntry {
+                offset,
+                len: m.bytes().len(),
+                rows: m.rows(),
+                cols: m.cols(),
+                encoding: m.encoding(),
+            }
+        });
+        let table = LayerTable { layer: 0, n_experts: 1, record_len: at, tensors };
+        let record = self.up.record(&matrices, &tensors, at as u64)?;
+        let layout = ExpertLayout::new(&table, at as u64);
+        let list = match &self.everyone {
+            Some(list) => list.clone(),
+            None => {
+                let list = WorkList::new(self.gpu, &layout, self.tokens, 1)?;
+                self.everyone.insert(list).clone()
+            }
+        };
+        let hidden = self.hidden(&table, &layout, self.tokens)?;
+        let coded = normed.coded();
+        let x = ExpertInput { coded: &coded, float: Some(&normed.float) };
+        Ok(Routed {
+            gate_up: GateUp::new(self.gpu, &layout, &record, &list, &x, &hidden)?,
+            down: Down::new(self.gpu, &layout, &record, &list, &hidden, &self.planes.dense)?,
+        })
+    }
+
+    fn ends(&mut self) -> Result<Ends, EngineError> {
+        let (t, d, vocab) = (self.tokens, self.spec.d_model, self.spec.vocab_size);
+        let host: &'a Weights = self.weights;
+        let groups: Vec<usize> = self.planes.input.coded.iter().map(|plane| plane.group).collect();
+        let final_norm = self.up.vector(&host.final_norm)?;
+        let few = HEAD_ROWS.min(t);
+        let input = Input::new(self.gpu, HEAD_ROWS, d, &groups)?;
+        let chosen = self.gpu.buffer("tokens of the head", floats(HEAD_ROWS))?;
+        let ids = self.gpu.buffer("tokens", floats(t))?;
+        let logits = self.gpu.buffer("logits", floats(HEAD_ROWS * vocab))?;
+        let delta = self.delta_before(self.spec.n_layers());
+        let mix = self.norm(&final_norm, delta, None, t, &self.planes.input)?;
+        let mix_few = self.norm(&final_norm, delta, None, few, &input)?;
+        let choose = self.norm(&final_norm, Delta::None, Some((&chosen, HEAD_ROWS)), t, &input)?;
+        let head = self.product(&[host.matrix(&host.head)], &input, HEAD_ROWS, &logits, vocab)?;
+        let table = host.matrix(&host.embed);
+        let embed_bytes = self.up.matrix(&table)?;
+        let [part] = embed_bytes.parts.as_slice() else {
+            let what = format!("an embedding of {} bytes on this device", table.bytes().len());
+            return Err(EngineError::Unsupported { what });
+        };
+        let (encoding, rows, cols) = (table.encoding(), table.rows(), table.cols());
+        let hidden = self.planes.hidden.clone();
+        Ok(Ends {
+            embed: Embed::new(self.gpu, t, &part.bytes, encoding, rows, cols, &ids, &hidden)?,
+            ids,
+            hidden,
+            everyone: self.everyone.clone(),
+            mix,
+            mix_few,
+            choose,
+            chosen,
+            input,
+            head,
+            readback: self.gpu.readback(floats(HEAD_ROWS * vocab))?,
+            logits,
+        })
+    }
+}

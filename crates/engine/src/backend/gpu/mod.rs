@@ -1,0 +1,501 @@
+//! The GPU backend: the verbs of a layer as recorded kernels, experts in a tier of the device's own memory.
+//!
+//! Nothing waits but the router: a step is recorded layer by layer and handed over when the host must know
+//! which experts a layer needs, so a layer costs one submit and one wait; and none at all if the device holds
+//! every expert: then [`GpuBackend::advance`] records all layers, the routes stay on the device, and the host
+//! hears of them afterwards.
+//!
+//! Experts' products have the CPU's bits where the device's fma is fused ([`Gpu::fused_fma`]), so it does not
+//! matter which of the two computes an expert; attention and norms sum in an order of their own.
+
+mod build;
+mod ops;
+mod tier;
+mod weights;
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use smoe_format::ModelSpec;
+use smoe_gpu::{Gpu, Readback, Slice, Step, Submitted, WorkList};
+use smoe_meter::TierMeter;
+use smoe_store::Lease;
+
+use crate::EngineError;
+use crate::backend::{Backend, DeviceTier, HEAD_ROWS, KernelTimes, Row};
+use crate::device::DevicePlan;
+use crate::kv::KvCache;
+use crate::routes::Routes;
+use ops::{Ends, Layer, LayerOps, RowBuffer};
+use tier::{Admission, ExpertTier};
+
+/// Work lists that the host writes: batches of experts between two submits.
+const LISTS: usize = 8;
+
+/// What the layer before left to be added to the hidden states.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Pending {
+    /// Nothing: they are whole.
+    Nothing,
+    /// What its feed-forward part made.
+    Ffn,
+}
+
+/// The GPU backend.
+pub struct GpuBackend {
+    gpu: Arc<Gpu>,
+    spec: ModelSpec,
+    plan: DevicePlan,
+    meter: Arc<TierMeter>,
+    /// Kernels recorded and not yet handed over.
+    step: Option<Step>,
+    /// Tokens of the step.
+    tokens: usize,
+    /// Positions that the step's tokens see at most.
+    visible: usize,
+    /// The layer that comes.
+    next: usize,
+    pending: Pending,
+    layers: Vec<Layer>,
+    ends: Ends,
+    /// By width of window; the first sees all.
+    rows: Vec<RowBuffer>,
+    /// Blocks of the step's sessions.
+    tables: Slice,
+    table_words: Vec<u32>,
+    /// Where each session's blocks begin there.
+    table_starts: Vec<(u32, u32)>,
+    row_words: Vec<u32>,
+    /// `[T, top_k]`, weights of the step's routes.
+    route_weights: Slice,
+    /// Keys and values, by layer.
+    kv: Vec<Slice>,
+    /// Bytes of a block of a layer.
+    block_bytes: u64,
+    tier: ExpertTier,
+    lists: Vec<WorkList>,
+    /// Lists written since the last submit.
+    listed: usize,
+    /// Router logits, `[MoE layers, T, n_experts]`, and the rest of what the host reads.
+    readback: Readback,
+    router: Vec<f32>,
+    logits: Vec<f32>,
+    host_hidden: Vec<f32>,
+    /// A step whose routes the host has not read.
+    flowing: Option<Submitted>,
+    /// The step's tokens: pairs of a resident part.
+    everyone: Vec<u32>,
+    /// Clock of the experts' uses.
+    stamp: u64,
+    /// Times of kernels, while somebody asks.
+    profile: Option<KernelTimes>,
+}
+
+impl std::fmt::Debug for GpuBackend {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("GpuBackend").field("plan", &self.plan).finish_non_exhaustive()
+    }
+}
+
+/// The step being recorded; a field at a time, so that layers may be read meanwhile.
+fn recording<'a>(step: &'a mut Option<Step>, gpu: &Gpu, profile: bool) -> &'a mut Step {
+    step.get_or_insert_with(|| profile.then(|| gpu.profiled_step()).flatten().unwrap_or_else(|| gpu.step()))
+}
+
+/// Layers that are recorded before the device gets them: it works on these while the host records the next ones.
+const LAYERS_AT_ONCE: usize = 6;
+
+impl GpuBackend {
+    /// The counters of the device.
+    #[must_use]
+    pub const fn meter(&self) -> &Arc<TierMeter> {
+        &self.meter
+    }
+
+    /// What lies in the device's memory.
+    #[must_use]
+    pub const fn plan(&self) -> &DevicePlan {
+        &self.plan
+    }
+
+    /// Hands what is recorded to the device.
+    fn submit(&mut self) -> Option<Submitted> {
+        let step = self.step.take()?;
+        self.meter.submits.add(1);
+        self.meter.dispatches.add(u64::from(step.dispatches()));
+        self.tier.submitted();
+        self.listed = 0;
+        let Some(times) = &mut self.profile else { return Some(step.submit()) };
+        let mut tell = |name: &str, ns: f64| times.add(name, ns);
+        // A failure shows when the step's results are read.
+        self.gpu.finish_profile(step, &mut tell).ok()
+    }
+
+    /// Reads `out` back, once the device has done `submitted`.
+    fn read(
+        gpu: &Gpu,
+        meter: &TierMeter,
+        readback: &Readback,
+        submitted: &Submitted,
+        out: &mut [f32],
+    ) -> Result<(), EngineError> {
+        let start = Instant::now();
+        let result = gpu.read(readback, submitted, bytemuck::cast_slice_mut(out));
+        meter.waits.add(1);
+        meter.wait_ns.add_time(start.elapsed());
+        Ok(result?)
+    }
+
+    /// Tells the device whose tokens the step has.
+    fn place(&mut self, rows: &[Row], kv: &mut KvCache) {
+        self.copy_blocks(kv);
+        self.table_words.clear();
+        self.table_starts.clear();
+        self.visible = 0;
+        for row in rows {
+            if self.table_starts.last().is_none_or(|&(seq, _)| seq != row.seq.0) {
+                self.table_starts.push((row.seq.0, self.table_words.len() as u32));
+                self.table_words.extend_from_slice(kv.blocks(row.seq));
+            }
+            self.visible = self.visible.max(row.position as usize + 1);
+        }
+        let room = self.tables.len() as usize / 4;
+        assert!(self.table_words.len() <= room, "{} blocks of {room}", self.table_words.len());
+        self.gpu.write(&self.tables, 0, bytemuck::cast_slice(&self.table_words));
+        for buffer in &self.rows {
+            self.row_words.clear();
+            let mut starts = self.table_starts.iter();
+            let (mut seq, mut start) = (u32::MAX, 0);
+            for row in rows {
+                if row.seq.0 != seq {
+                    (seq, start) = starts.next().copied().unwrap_or((row.seq.0, 0));
+                }
+                let window = u32::try_from(buffer.window).unwrap_or(u32::MAX);
+                let first = (row.position + 1).saturating_sub(window);
+                self.row_words.extend([row.position, start, first, 0]);
+            }
+            self.gpu.write(&buffer.rows, 0, bytemuck::cast_slice(&self.row_words));
+        }
+    }
+
+    /// Copies what the cache wants copied: a block that goes on from the middle of another.
+    fn copy_blocks(&mut self, kv: &mut KvCache) {
+        for (from, to) in kv.take_copies() {
+            let step = recording(&mut self.step, &self.gpu, self.profile.is_some());
+            let len = self.block_bytes;
+            for layer in &self.kv {
+                let part = |block: u32| layer.part(u64::from(block) * len, len);
+                step.copy(&part(from), &part(to));
+            }
+        }
+    }
+
+    fn record_attention(&mut self, layer: usize) {
+        let (tokens, visible) = (self.tokens, self.visible);
+        let ops = &self.layers[layer];
+        let step = recording(&mut self.step, &self.gpu, self.profile.is_some());
+        match self.pending {
+            Pending::Nothing => ops.enter_plain.record(step, tokens),
+            Pending::Ffn => ops.enter.record(step, tokens),
+        }
+        ops.qkv.iter().for_each(|product| product.record(step, tokens));
+        ops.rope.record(step, tokens);
+        ops.attention.record(step, tokens, ops.window.min(visible));
+        ops.o.iter().for_each(|product| product.record(step, tokens));
+        ops.leave.record(step, tokens);
+        self.pending = Pending::Nothing;
+        self.next = layer + 1;
+    }
+
+    /// Computes everything that is left without the host, if the device holds every expert.
+    fn record_all(&mut self, from: usize) {
+        for layer in from..self.layers.len() {
+            self.record_attention(layer);
+            let tokens = self.tokens;
+            let step = recording(&mut self.step, &self.gpu, self.profile.is_some());
+            match &self.layers[layer].ops {
+                LayerOps::Dense(ffn) => ffn.record(step, tokens),
+                LayerOps::Moe(moe) => {
+                    moe.router.iter().for_each(|product| product.record(step, tokens));
+                    if let Some((shared, gate)) = &moe.shared {
+                        shared.record(step, tokens);
+                        gate.iter().for_each(|gate| gate.record(step, tokens));
+                    }
+                    moe.route.record(step, tokens);
+                    moe.own.record(step, tokens);
+                }
+            }
+            self.pending = Pending::Ffn;
+            if layer % LAYERS_AT_ONCE == LAYERS_AT_ONCE - 1 {
+                self.submit();
+            }
+        }
+    }
+
+    /// Adds what is pending to the hidden states, for who wants to see them.
+    fn settle(&mut self) {
+        if self.pending == Pending::Nothing {
+            return;
+        }
+        let tokens = self.tokens;
+        let step = recording(&mut self.step, &self.gpu, self.profile.is_some());
+        match self.layers.get(self.next) {
+            Some(layer) => layer.enter.record(step, tokens),
+            None => self.ends.mix.record(step, tokens),
+        }
+        self.pending = Pending::Nothing;
+    }
+
+    /// The most bytes that a readback takes at once.
+    fn download(&mut self, slice: &Slice) -> Result<(), EngineError> {
+        self.host_hidden.clear();
+        self.submit();
+        let bytes = self.gpu.download(slice)?;
+        self.host_hidden.extend(bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)));
+        Ok(())
+    }
+}
+
+impl Backend for GpuBackend {
+    fn embed(&mut self, tokens: &[u32]) -> Result<(), EngineError> {
+        self.gpu.check()?;
+        // A step that was given up leaves kernels and lists behind: nothing waits for what they compute.
+        self.step = None;
+        self.listed = 0;
+        (self.tokens, self.next, self.pending) = (tokens.len(), 0, Pending::Nothing);
+        self.gpu.write(&self.ends.ids, 0, bytemuck::cast_slice(tokens));
+        if let Some(list) = &self.ends.everyone {
+            self.everyone.truncate(0);
+            self.everyone.extend(0..tokens.len() as u32);
+            list.write(&self.gpu, &[(0, 0, &self.everyone)]);
+        }
+        let step = recording(&mut self.step, &self.gpu, self.profile.is_some());
+        self.ends.embed.record(step, tokens.len());
+        Ok(())
+    }
+
+    fn attend(&mut self, layer: usize, rows: &[Row], kv: &mut KvCache) -> Result<(), EngineError> {
+        if layer == 0 {
+            self.place(rows, kv);
+        }
+        self.record_attention(layer);
+        Ok(())
+    }
+
+    fn dense(&mut self, layer: usize) -> Result<(), EngineError> {
+        let tokens = self.tokens;
+        if let LayerOps::Dense(ffn) = &self.layers[layer].ops {
+            ffn.record(recording(&mut self.step, &self.gpu, self.profile.is_some()), tokens);
+        }
+        self.pending = Pending::Ffn;
+        Ok(())
+    }
+
+    fn advance(&mut self, from: usize, rows: &[Row], kv: &mut KvCache) -> Result<usize, EngineError> {
+        if !self.tier.holds_all() {
+            return Ok(from);
+        }
+        if from == 0 {
+            self.place(rows, kv);
+        }
+        self.record_all(from);
+        // The routes, for those who count them.
+        let per_layer = (self.tokens * self.spec.moe.n_experts * 4) as u64;
+        let step = recording(&mut self.step, &self.gpu, self.profile.is_some());
+        for (i, layer) in self.layers.iter().filter_map(|layer| layer.ops.moe()).enumerate() {
+            step.read_back(&layer.logits.part(0, per_layer), &self.readback, i as u64 * per_layer);
+        }
+        self.flowing = self.submit();
+        Ok(self.layers.len())
+    }
+
+    fn advanced(&mut self, index: usize) -> Result<&[f32], EngineError> {
+        let per_layer = self.tokens * self.spec.moe.n_experts;
+        if let Some(submitted) = self.flowing.take() {
+            let layers = self.spec.moe_layers().count();
+            let out = &mut self.router[..layers * per_layer];
+            Self::read(&self.gpu, &self.meter, &self.readback, &submitted, out)?;
+            let moes = self.layers.iter().filter_map(|layer| layer.ops.moe());
+            moes.zip(out.chunks_mut(per_layer)).for_each(|(moe, logits)| moe.add_bias(logits));
+            let asked = (self.tokens * self.spec.moe.top_k * layers) as u64;
+            self.meter.hits.add(asked);
+        }
+        Ok(&self.router[index * per_layer..(index + 1) * per_layer])
+    }
+
+    fn route(&mut self, layer: usize) -> Result<&[f32], EngineError> {
+        let tokens = self.tokens;
+        let n = tokens * self.spec.moe.n_experts;
+        if let LayerOps::Moe(moe) = &self.layers[layer].ops {
+            let step = recording(&mut self.step, &self.gpu, self.profile.is_some());
+            moe.router.iter().for_each(|product| product.record(step, tokens));
+            step.read_back(&moe.logits.part(0, 4 * n as u64), &self.readback, 0);
+        }
+        if let Some(submitted) = self.submit() {
+            Self::read(&self.gpu, &self.meter, &self.readback, &submitted, &mut self.router[..n])?;
+        }
+        if let Some(moe) = self.layers[layer].ops.moe() {
+            moe.add_bias(&mut self.router[..n]);
+        }
+        Ok(&self.router[..n])
+    }
+
+    fn foretells(&self) -> bool {
+        // It would cost a wait of its own.
+        false
+    }
+
+    fn lacks(&mut self, layer: usize, expert: u32) -> bool {
+        self.layers[layer].ops.moe().is_none_or(|moe| self.tier.place(moe.index, expert).is_none())
+    }
+
+    fn wants_order(&self, _routes: &Routes) -> bool {
+        false
+    }
+
+    fn begin(&mut self, layer: usize, routes: &Routes) -> Result<(), EngineError> {
+        let tokens = self.tokens;
+        self.stamp += 1;
+        let weights: Vec<f32> = (0..tokens).flat_map(|token| routes.of_token(token).1).copied().collect();
+        self.gpu.write(&self.route_weights, 0, bytemuck::cast_slice(&weights));
+        let Some(moe) = self.layers[layer].ops.moe() else { return Ok(()) };
+        if let Some((shared, gate)) = &moe.shared {
+            let step = recording(&mut self.step, &self.gpu, self.profile.is_some());
+            shared.record(step, tokens);
+            gate.iter().for_each(|gate| gate.record(step, tokens));
+        }
+        let mut here = Vec::new();
+        for &expert in routes.union() {
+            if let Some(slot) = self.tier.place(moe.index, expert) {
+                self.tier.touch(moe.index, slot, self.stamp);
+                here.push((slot, expert, routes.of_expert(expert).0));
+            }
+        }
+        self.compute(layer, &here);
+        Ok(())
+    }
+
+    fn experts(&mut self, layer: usize, ready: &mut Vec<Lease>, routes: &Routes) -> Result<(), EngineError> {
+        let Some(index) = self.layers[layer].ops.moe().map(|moe| moe.index) else { return Ok(()) };
+        let mut batch = Vec::with_capacity(ready.len());
+        for lease in ready.drain(..) {
+            let expert = lease.key().expert;
+            let pairs = routes.of_expert(expert).0;
+            let slot = loop {
+                match self.tier.admit(&self.gpu, index, expert, self.stamp) {
+                    Admission::Slot(slot) => break slot,
+                    Admission::Busy => {
+                        // What is recorded reads every slot: hand it over, then its slots may be written.
+                        self.compute(layer, &std::mem::take(&mut batch));
+                        self.submit();
+                    }
+                }
+            };
+            self.meter.misses.add(1);
+            let bytes = lease.bytes();
+            self.gpu.write(&self.tier.slot(index, slot, bytes.len() as u64), 0, bytes);
+            batch.push((slot, expert, pairs));
+        }
+        self.compute(layer, &batch);
+        Ok(())
+    }
+
+    fn reclaim(&mut self) -> Result<bool, EngineError> {
+        // An expert's bytes are on their way to the device when its lease is dropped.
+        Ok(false)
+    }
+
+    fn finish(&mut self, _layer: usize, _routes: &Routes) -> Result<(), EngineError> {
+        self.pending = Pending::Ffn;
+        Ok(())
+    }
+
+    fn head(&mut self, tokens: &[usize]) -> Result<&[f32], EngineError> {
+        assert!(tokens.len() <= HEAD_ROWS, "{} rows of logits at once", tokens.len());
+        let all = tokens.len() == self.tokens && tokens.iter().enumerate().all(|(i, &t)| i == t);
+        if !all || self.pending == Pending::Nothing {
+            self.settle();
+        }
+        let n = tokens.len();
+        let ids: Vec<u32> = tokens.iter().map(|&t| t as u32).collect();
+        self.gpu.write(&self.ends.chosen, 0, bytemuck::cast_slice(&ids));
+        let step = recording(&mut self.step, &self.gpu, self.profile.is_some());
+        match self.pending {
+            Pending::Ffn => self.ends.mix_few.record(step, n),
+            Pending::Nothing => self.ends.choose.record(step, n),
+        }
+        self.pending = Pending::Nothing;
+        self.ends.head.iter().for_each(|product| product.record(step, n));
+        let len = n * self.spec.vocab_size;
+        step.read_back(&self.ends.logits.part(0, 4 * len as u64), &self.ends.readback, 0);
+        if let Some(submitted) = self.submit() {
+            Self::read(&self.gpu, &self.meter, &self.ends.readback, &submitted, &mut self.logits[..len])?;
+        }
+        Ok(&self.logits[..len])
+    }
+
+    fn hidden(&mut self) -> Result<&[f32], EngineError> {
+        self.settle();
+        let hidden = self.ends.hidden.part(0, (4 * self.tokens * self.spec.d_model) as u64);
+        self.download(&hidden)?;
+        Ok(&self.host_hidden)
+    }
+
+    fn final_hidden(&mut self, token: usize) -> Result<&[f32], EngineError> {
+        self.settle();
+        let ids = [token as u32];
+        self.gpu.write(&self.ends.chosen, 0, bytemuck::cast_slice(&ids));
+        self.ends.choose.record(recording(&mut self.step, &self.gpu, self.profile.is_some()), 1);
+        let normed = self.ends.input.float.part(0, (4 * self.spec.d_model) as u64);
+        self.download(&normed)?;
+        Ok(&self.host_hidden)
+    }
+
+    fn bring(&mut self, layer: usize, ready: &mut Vec<Lease>) -> Result<(), EngineError> {
+        let Some(index) = self.layers[layer].ops.moe().map(|moe| moe.index) else { return Ok(()) };
+        for lease in ready.drain(..) {
+            let expert = lease.key().expert;
+            if self.tier.place(index, expert).is_some() {
+                continue;
+            }
+            if let Admission::Slot(slot) = self.tier.admit(&self.gpu, index, expert, self.stamp) {
+                let bytes = lease.bytes();
+                self.gpu.write(&self.tier.slot(index, slot, bytes.len() as u64), 0, bytes);
+            }
+        }
+        // What is written waits in memory of the host's until something is submitted.
+        let submitted = self.gpu.step().submit();
+        self.tier.submitted();
+        Ok(self.gpu.wait(&submitted)?)
+    }
+
+    fn forget_experts(&mut self) {
+        self.submit();
+        self.tier.clear(&self.gpu);
+    }
+
+    fn profile(&mut self, on: bool) -> Option<KernelTimes> {
+        std::mem::replace(&mut self.profile, on.then(KernelTimes::default))
+    }
+
+    fn tier(&self) -> Option<DeviceTier> {
+        Some(DeviceTier { plan: self.plan.clone(), meter: self.meter.clone() })
+    }
+}
+
+impl GpuBackend {
+    /// Records experts that are on the device: (slot, expert, its pairs).
+    fn compute(&mut self, layer: usize, experts: &[(u32, u32, &[u32])]) {
+        if experts.is_empty() {
+            return;
+        }
+        if self.listed == LISTS {
+            self.submit();
+        }
+        let Some(moe) = self.layers[layer].ops.moe() else { return };
+        self.lists[self.listed].write(&self.gpu, experts);
+        moe.lists[self.listed]
+            .record(recording(&mut self.step, &self.gpu, self.profile.is_some()), self.tokens);
+        self.listed += 1;
+    }
+}

@@ -1,0 +1,152 @@
+//! The kernels of each layer, bound to what they work on.
+
+use smoe_gpu::{
+    Attention, CodedMatmul, CodedPlane, Down, Embed, ExactMatmul, FloatMatmul, GateUp, Gpu, GpuError,
+    MixNorm, Readback, RopeAppend, Route, Slice, Step, WorkList,
+};
+
+/// A product with a matrix of the backbone.
+pub(super) enum Product {
+    /// Codes by int8 activations.
+    Coded(CodedMatmul),
+    /// Codes by f32 activations.
+    Exact(ExactMatmul),
+    /// Floats.
+    Float(FloatMatmul),
+}
+
+impl Product {
+    pub(super) fn record(&self, step: &mut Step, tokens: usize) {
+        match self {
+            Self::Coded(op) => op.record(step, tokens),
+            Self::Exact(op) => op.record(step, tokens),
+            Self::Float(op) => op.record(step, tokens),
+        }
+    }
+}
+
+/// An input of products: f32, and int8 in every group size that its matrices have.
+pub(super) struct Input {
+    pub(super) float: Slice,
+    pub(super) coded: Vec<CodedPlane>,
+}
+
+impl Input {
+    pub(super) fn new(gpu: &Gpu, tokens: usize, cols: usize, groups: &[usize]) -> Result<Self, GpuError> {
+        let coded = groups.iter().map(|&group| CodedPlane::new(gpu, tokens, cols, group));
+        Ok(Self {
+            float: gpu.buffer("activations", (4 * tokens * cols) as u64)?,
+            coded: coded.collect::<Result<_, _>>()?,
+        })
+    }
+
+    pub(super) fn coded(&self) -> Vec<&CodedPlane> {
+        self.coded.iter().collect()
+    }
+}
+
+/// Experts' kernels over one work list.
+pub(super) struct Routed {
+    pub(super) gate_up: GateUp,
+    pub(super) down: Down,
+}
+
+impl Routed {
+    pub(super) fn record(&self, step: &mut Step, tokens: usize) {
+        self.gate_up.record(step, tokens);
+        self.down.record(step, tokens);
+    }
+}
+
+/// What an MoE layer does.
+pub(super) struct Moe {
+    /// Its number among the MoE layers.
+    pub(super) index: usize,
+    pub(super) router: Vec<Product>,
+    /// `[T, n_experts]`.
+    pub(super) logits: Slice,
+    /// Added to the logits; the device's copy is in `route`.
+    pub(super) bias: Option<Vec<f32>>,
+    /// The choice of experts, and the list of them.
+    pub(super) route: Route,
+    /// Over that list.
+    pub(super) own: Routed,
+    /// Over those that the host writes.
+    pub(super) lists: Vec<Routed>,
+    /// The shared expert, and the product that its weight is the sigmoid of.
+    pub(super) shared: Option<(Routed, Option<FloatMatmul>)>,
+}
+
+/// The feed-forward part of a layer.
+pub(super) enum LayerOps {
+    Dense(Box<Routed>),
+    Moe(Box<Moe>),
+}
+
+impl Moe {
+    /// Logits as the router means them.
+    pub(super) fn add_bias(&self, logits: &mut [f32]) {
+        if let Some(bias) = &self.bias {
+            for row in logits.chunks_exact_mut(bias.len()) {
+                row.iter_mut().zip(bias).for_each(|(logit, bias)| *logit += bias);
+            }
+        }
+    }
+}
+
+impl LayerOps {
+    pub(super) fn moe(&self) -> Option<&Moe> {
+        match self {
+            Self::Dense(_) => None,
+            Self::Moe(moe) => Some(moe),
+        }
+    }
+}
+
+/// A layer, ready to be recorded.
+pub(super) struct Layer {
+    /// Adds what the layer before left, and norms.
+    pub(super) enter: MixNorm,
+    /// Norms only.
+    pub(super) enter_plain: MixNorm,
+    pub(super) qkv: Vec<Product>,
+    pub(super) rope: RopeAppend,
+    /// Positions that attention sees at most.
+    pub(super) window: usize,
+    pub(super) attention: Attention,
+    pub(super) o: Vec<Product>,
+    /// Adds attention's output, and norms.
+    pub(super) leave: MixNorm,
+    pub(super) ops: LayerOps,
+}
+
+/// What stands before the first layer and after the last.
+pub(super) struct Ends {
+    /// `[T]` token ids.
+    pub(super) ids: Slice,
+    pub(super) embed: Embed,
+    /// `[T, d_model]`.
+    pub(super) hidden: Slice,
+    /// Adds what the last layer left, and norms into a plane that nobody reads.
+    pub(super) mix: MixNorm,
+    /// The same for steps of a few tokens, into the head's input.
+    pub(super) mix_few: MixNorm,
+    /// The one expert of every token of a step: list of a resident part.
+    pub(super) everyone: Option<WorkList>,
+    /// Norms chosen tokens into the head's input.
+    pub(super) choose: MixNorm,
+    /// Their numbers.
+    pub(super) chosen: Slice,
+    pub(super) input: Input,
+    pub(super) head: Vec<Product>,
+    /// `[HEAD_ROWS, vocab_size]`.
+    pub(super) logits: Slice,
+    pub(super) readback: Readback,
+}
+
+/// Per token: position, start of its session's blocks, first position that it sees, 0.
+pub(super) struct RowBuffer {
+    /// Positions that are seen; all of them if it is `usize::MAX`.
+    pub(super) window: usize,
+    pub(super) rows: Slice,
+}

@@ -1,0 +1,168 @@
+//! Experts in the device's own memory: a cache above the ring, layer by layer.
+//!
+//! Every MoE layer has slots of its own, one after the other in one binding: a token needs as many experts of
+//! each layer, so shares are equal, and a kernel addresses its layer's slots whatever the size of the card.
+//! Whom a layer evicts is decided by the store's policies. A slot that a recorded kernel reads is not
+//! overwritten before that kernel is submitted: the device works in the order of submission.
+
+use std::sync::Arc;
+
+use smoe_format::expert_file::LayerTable;
+use smoe_gpu::{Gpu, GpuError, Slice};
+use smoe_meter::TierMeter;
+use smoe_store::{Policy, PolicyKind};
+
+/// What a table says of an expert that is not here.
+pub(super) const ABSENT: u32 = u32::MAX;
+
+/// One layer's slots.
+struct LayerTier {
+    /// Slots, back to back.
+    memory: Slice,
+    /// `[n_experts]` on the device: slot, or [`ABSENT`].
+    table: Slice,
+    slot_bytes: u64,
+    /// The same here.
+    slot_of: Vec<u32>,
+    /// Expert of each slot, or [`ABSENT`].
+    expert_of: Vec<u32>,
+    /// Number of the step that was being recorded when a kernel last took the slot.
+    used_in: Vec<u64>,
+    free: Vec<u32>,
+    policy: Box<dyn Policy>,
+}
+
+/// What became of a request for a slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Admission {
+    /// The expert's bytes go into this slot.
+    Slot(u32),
+    /// Every slot is read by kernels that are recorded and not submitted: submit, and ask again.
+    Busy,
+}
+
+/// The tier of all layers.
+pub(super) struct ExpertTier {
+    layers: Vec<LayerTier>,
+    meter: Arc<TierMeter>,
+    /// Number of the step being recorded.
+    step: u64,
+}
+
+impl std::fmt::Debug for ExpertTier {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ExpertTier").field("layers", &self.layers.len()).finish_non_exhaustive()
+    }
+}
+
+impl ExpertTier {
+    /// `slots[i]` slots for the i-th MoE layer.
+    ///
+    /// # Errors
+    /// If the device has no room for them.
+    pub(super) fn new(
+        gpu: &Gpu,
+        tables: &[LayerTable],
+        slots: &[usize],
+        kind: PolicyKind,
+        meter: Arc<TierMeter>,
+    ) -> Result<Self, GpuError> {
+        let layer = |(table, &slots): (&LayerTable, &usize)| {
+            let (n_experts, slot_bytes) = (table.n_experts as usize, table.record_len as u64);
+            let memory = gpu.buffer("experts", slots as u64 * slot_bytes)?;
+            let places = gpu.buffer("places of experts", n_experts as u64 * 4)?;
+            gpu.write(&places, 0, &vec![0xff; n_experts * 4]);
+            Ok(LayerTier {
+                memory,
+                table: places,
+                slot_bytes,
+                slot_of: vec![ABSENT; n_experts],
+                expert_of: vec![ABSENT; slots],
+                used_in: vec![0; slots],
+                free: (0..slots as u32).rev().collect(),
+                policy: kind.build(slots, n_experts),
+            })
+        };
+        let layers = tables.iter().zip(slots).map(layer).collect::<Result<_, GpuError>>()?;
+        Ok(Self { layers, meter, step: 1 })
+    }
+
+    /// Memory and table of the `index`-th MoE layer, for binding.
+    pub(super) fn bindings(&self, index: usize) -> (&Slice, &Slice) {
+        (&self.layers[index].memory, &self.layers[index].table)
+    }
+
+    /// True if every expert of every layer is here.
+    pub(super) fn holds_all(&self) -> bool {
+        self.layers.iter().all(|layer| layer.slot_of.iter().all(|&slot| slot != ABSENT))
+    }
+
+    /// Where an expert is.
+    pub(super) fn place(&self, index: usize, expert: u32) -> Option<u32> {
+        let slot = self.layers[index].slot_of[expert as usize];
+        (slot != ABSENT).then_some(slot)
+    }
+
+    /// Counts a use of an expert that is here, by a kernel that is about to be recorded.
+    pub(super) fn touch(&mut self, index: usize, slot: u32, stamp: u64) {
+        let layer = &mut self.layers[index];
+        layer.policy.touch(slot, stamp);
+        layer.used_in[slot as usize] = self.step;
+        self.meter.hits.add(1);
+    }
+
+    /// The recorded step was submitted: its slots may be written again.
+    pub(super) fn submitted(&mut self) {
+        self.step += 1;
+    }
+
+    /// A slot for an expert that is not here, its content given up.
+    pub(super) fn admit(&mut self, gpu: &Gpu, index: usize, expert: u32, stamp: u64) -> Admission {
+        let step = self.step;
+        let layer = &mut self.layers[index];
+        debug_assert_eq!(layer.slot_of[expert as usize], ABSENT);
+        let slot = match layer.free.pop() {
+            Some(slot) => slot,
+            None => {
+                let used = &layer.used_in;
+                let Some(slot) = layer.policy.evict(&mut |slot| used[slot as usize] != step) else {
+                    return Admission::Busy;
+                };
+                let old = std::mem::replace(&mut layer.expert_of[slot as usize], ABSENT);
+                layer.slot_of[old as usize] = ABSENT;
+                gpu.write(&layer.table, u64::from(old) * 4, &ABSENT.to_le_bytes());
+                self.meter.evictions.add(1);
+                slot
+            }
+        };
+        layer.slot_of[expert as usize] = slot;
+        layer.expert_of[slot as usize] = expert;
+        layer.used_in[slot as usize] = step;
+        layer.policy.insert(slot, expert, stamp);
+        gpu.write(&layer.table, u64::from(expert) * 4, &slot.to_le_bytes());
+        self.meter.loads.add(1);
+        self.meter.load_bytes.add(layer.slot_bytes);
+        Admission::Slot(slot)
+    }
+
+    /// The bytes of a slot, to be written.
+    pub(super) fn slot(&self, index: usize, slot: u32, len: u64) -> Slice {
+        let layer = &self.layers[index];
+        layer.memory.part(u64::from(slot) * layer.slot_bytes, len)
+    }
+
+    /// Forgets every expert.
+    pub(super) fn clear(&mut self, gpu: &Gpu) {
+        for layer in &mut self.layers {
+            for slot in 0..layer.expert_of.len() as u32 {
+                let expert = std::mem::replace(&mut layer.expert_of[slot as usize], ABSENT);
+                if expert != ABSENT {
+                    layer.policy.remove(slot);
+                    layer.slot_of[expert as usize] = ABSENT;
+                    layer.free.push(slot);
+                }
+            }
+            gpu.write(&layer.table, 0, &vec![0xff; layer.slot_of.len() * 4]);
+        }
+    }
+}

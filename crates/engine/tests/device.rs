@@ -1,0 +1,159 @@
+//! A GPU computes what the processor computes, and what it computes does not depend on how many experts it holds.
+//!
+//! Skipped aloud where there is no device; a program that plays one (lavapipe) will do.
+#![cfg(feature = "gpu")]
+#![allow(clippy::unwrap_used, reason = "a test stops at the first surprise")]
+#![allow(clippy::print_stderr, reason = "what is skipped is said")]
+
+mod common;
+
+use common::{bits, observe, open, options, write_tiny};
+use smoe_engine::plan::RingSize;
+use smoe_engine::{Control, DeviceChoice, Engine, EngineError, EngineOptions};
+use smoe_gpu::{Gpu, Software};
+use smoe_testkit::TinyModel;
+
+/// Encodings of experts and backbone, and the largest difference that may be seen, as a part of the largest logit.
+/// Float products differ by the order of their sums. Coded ones multiply int8 activations: where a sum in another
+/// order rounds to another code, the difference is a step of 1/127 of the group's largest value.
+const ENCODINGS: [(&str, &str, f32); 2] = [("bf16", "bf16", 1e-5), ("q4/32,q8/128,q3a/64", "q8/64", 0.03)];
+
+fn has_device() -> bool {
+    match Gpu::open(None, Software::Accept) {
+        Ok(gpu) => {
+            eprintln!("on {}", gpu.facts());
+            true
+        }
+        Err(error) => {
+            eprintln!("SKIPPED: {error}");
+            false
+        }
+    }
+}
+
+fn on_gpu(options: &EngineOptions, slots: Option<usize>) -> EngineOptions {
+    EngineOptions { device: DeviceChoice::Gpu(None), device_slots: slots, ..options.clone() }
+}
+
+/// The models that have GPU kernels, and whether those of the others are refused by name.
+fn models(seed: u64) -> Vec<TinyModel> {
+    let (able, unable): (Vec<_>, Vec<_>) = TinyModel::every(seed)
+        .into_iter()
+        .partition(|model| model.spec.attention.latent.is_none() && !model.spec.moe.expert_bias);
+    for model in unable {
+        let dir = tempfile::tempdir().unwrap();
+        let vault = write_tiny(dir.path(), &model, "bf16", "bf16");
+        let options = on_gpu(&options(RingSize::Auto, 8, 1), None);
+        let Err(error) = Engine::open(&vault, &options) else { panic!("{} on a GPU", model.spec.model_type) };
+        assert!(matches!(error, EngineError::Unsupported { .. }), "{error}");
+    }
+    able
+}
+
+#[test]
+fn logits_are_the_processors_within_the_tolerance() {
+    if !has_device() {
+        return;
+    }
+    for (i, model) in models(21).into_iter().enumerate() {
+        // Devices that a program plays take seconds to make a kernel: only the first model has all encodings.
+        for (_, (experts, backbone, tolerance)) in
+            ENCODINGS.into_iter().enumerate().filter(|(j, _)| i == 0 || (i + j) % 2 == 0)
+        {
+            let dir = tempfile::tempdir().unwrap();
+            let vault = write_tiny(dir.path(), &model, experts, backbone);
+            let prompt = model.prompt(40, 3);
+            let cpu = options(RingSize::Auto, 64, 1);
+            let expected = observe(&mut open(&vault, &cpu), &prompt);
+            let mut engine = open(&vault, &on_gpu(&cpu, None));
+            engine.preload(&mut |_, _| {}).unwrap();
+            let got = observe(&mut engine, &prompt);
+            let scale = expected.logits.iter().fold(1f32, |m, l| m.max(l.abs()));
+            let name = &model.spec.model_type;
+            for (what, a, b) in [
+                ("logits", &got.logits, &expected.logits),
+                ("router", &got.router, &expected.router),
+                ("hidden", &got.hidden, &expected.hidden),
+            ] {
+                assert_eq!(a.len(), b.len());
+                let worst = a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0f32, f32::max);
+                eprintln!("{name} {experts} {backbone}: {what} off by {worst} of {scale}");
+                assert!(worst <= tolerance * scale, "{name} {experts} {backbone}: {what} off by {worst}");
+                assert!(a.iter().all(|a| a.is_finite()));
+            }
+        }
+    }
+}
+
+/// Logits after the prompt and after each further token.
+fn run(engine: &mut Engine, prompt: &[u32], further: &[u32]) -> Vec<u32> {
+    let mut session = engine.open_session().unwrap();
+    let mut out = Vec::new();
+    engine.sync(&mut session, prompt, &mut Control::default()).unwrap();
+    out.extend(bits(session.logits()));
+    for &token in further {
+        engine.decode(&mut session, token, &mut Control::default()).unwrap();
+        out.extend(bits(session.logits()));
+    }
+    out
+}
+
+#[test]
+fn what_the_device_holds_how_steps_are_cut_and_the_ring_do_not_change_a_bit() {
+    if !has_device() {
+        return;
+    }
+    for model in models(22).into_iter().step_by(2) {
+        let dir = tempfile::tempdir().unwrap();
+        let vault = write_tiny(dir.path(), &model, "q4/64", "q8/64");
+        let (prompt, further) = (model.prompt(37, 4), model.prompt(5, 5));
+        let all = vault.experts.records.len();
+        let top_k = vault.spec.moe.top_k;
+        let base = options(RingSize::Slots(all), 64, 1);
+        let mut whole = open(&vault, &on_gpu(&base, None));
+        whole.preload(&mut |_, _| {}).unwrap();
+        let expected = run(&mut whole, &prompt, &further);
+        let snapshot = whole.info().tier.unwrap().meter.snapshot();
+        assert!(snapshot.hits > 0 && snapshot.misses == 0, "{snapshot:?}");
+        assert_eq!(run(&mut whole, &prompt, &further), expected, "again");
+        for (slots, ring, chunk) in
+            [(None, all, 64), (Some(top_k), top_k, 64), (Some(top_k + 1), all, 5), (Some(top_k), all, 1)]
+        {
+            let options = on_gpu(&options(RingSize::Slots(ring), chunk, 2), slots);
+            let mut engine = open(&vault, &options);
+            let name = &model.spec.model_type;
+            assert_eq!(run(&mut engine, &prompt, &further), expected, "{name}: {slots:?} {ring} {chunk}");
+            let snapshot = engine.info().tier.unwrap().meter.snapshot();
+            assert!(snapshot.misses > 0, "{snapshot:?}");
+            assert_eq!(snapshot.evictions > 0, slots.is_some(), "{slots:?}: {snapshot:?}");
+        }
+    }
+}
+
+#[test]
+fn sessions_share_prefixes_and_copy_before_they_write() {
+    if !has_device() {
+        return;
+    }
+    let model = TinyModel::qwen3(24);
+    let dir = tempfile::tempdir().unwrap();
+    let vault = write_tiny(dir.path(), &model, "q4/64", "q8/64");
+    let mut options = on_gpu(&options(RingSize::Auto, 64, 1), None);
+    options.plan.sessions = 3;
+    let prompt = model.prompt(45, 7);
+    let mut engine = open(&vault, &options);
+    let alone = run(&mut engine, &prompt, &model.prompt(3, 8));
+    // Continues one session from the middle of a block, twice, differently.
+    let mut first = engine.open_session().unwrap();
+    engine.sync(&mut first, &prompt, &mut Control::default()).unwrap();
+    let mut second = engine.open_session().unwrap();
+    let mut other = prompt[..40].to_vec();
+    other.extend(model.prompt(9, 9));
+    engine.sync(&mut second, &other, &mut Control::default()).unwrap();
+    let mut out = bits(first.logits());
+    for token in model.prompt(3, 8) {
+        engine.decode(&mut first, token, &mut Control::default()).unwrap();
+        out.extend(bits(first.logits()));
+    }
+    assert_eq!(out, alone);
+}
