@@ -23,6 +23,8 @@ pub struct Asker<'a> {
     pub sampler: &'a mut Sampler,
     /// Turns tokens into text; without it only ids come out.
     pub tokenizer: Option<&'a Tokenizer>,
+    /// Special tokens are told as text too.
+    pub markup: bool,
     /// When it ends.
     pub limits: &'a Limits,
     /// Texts that end it.
@@ -131,7 +133,7 @@ impl Asker<'_> {
         })?;
 
         self.sampler.begin(prompt);
-        let mut detokeniser = self.tokenizer.map(|tokenizer| Detokeniser::new(tokenizer, true));
+        let mut detokeniser = self.tokenizer.map(|tokenizer| Detokeniser::new(tokenizer, !self.markup));
         let mut matcher = StopMatcher::new(self.stops.to_vec());
         let (mut tokens, mut text) = (Vec::new(), String::new());
         let mut first = None;

@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use smoe_engine::plan::{PlanRequest, RingSize};
-use smoe_engine::{EngineOptions, KvType, Sampling};
+use smoe_engine::{DeviceChoice, EngineOptions, KvType, Sampling};
 use smoe_text::GenerationDefaults;
 
 /// Runs Mixture-of-Experts language models that are larger than memory.
@@ -43,6 +43,10 @@ pub enum Command {
     Verify(VerifyArgs),
     /// Write logits, hidden states and router logits of a prompt to a safetensors file
     Probe(ProbeArgs),
+    /// List the GPUs, and why some cannot be used
+    Devices(DevicesArgs),
+    /// Check a device's kernels against the processor's, and a whole model
+    Selftest(SelftestArgs),
     /// Measure a vault on this machine, against what its disk and memory can do
     Bench(BenchArgs),
     /// Record how tokens are routed, and score cache policies on it
@@ -89,6 +93,15 @@ pub struct MachineArgs {
     /// Do not check the checksum of every record that is read
     #[arg(long)]
     pub no_checksums: bool,
+    /// What computes: cpu, gpu, a part of a GPU's name, or auto (a hardware GPU if it can run the model)
+    #[arg(long, value_name = "DEVICE", default_value = "cpu")]
+    pub device: DeviceChoice,
+    /// The GPU's memory that smoe may use [default: nearly all]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pub vram: Option<u64>,
+    /// The most experts of a layer in the GPU's memory [default: as many as fit]
+    #[arg(long, value_name = "N")]
+    pub device_experts: Option<usize>,
 }
 
 impl MachineArgs {
@@ -115,6 +128,9 @@ impl MachineArgs {
             readers: self.readers,
             look_ahead: self.look_ahead,
             spec: self.spec,
+            device: self.device.clone(),
+            vram: self.vram,
+            device_slots: self.device_experts,
             ..EngineOptions::default()
         }
     }
@@ -260,7 +276,8 @@ pub struct ChatArgs {
         long,
         value_name = "URL",
         conflicts_with_all = ["vault", "panel", "instrument", "report", "memory", "ring", "context", "threads",
-            "chunk", "kv", "readers", "look_ahead", "spec", "exact", "no_checksums"]
+            "chunk", "kv", "readers", "look_ahead", "spec", "exact", "no_checksums", "device", "vram",
+            "device_experts"]
     )]
     pub connect: Option<String>,
     /// With --connect, which of the server's models [default: the one that is loaded, or its first]
@@ -306,19 +323,26 @@ pub struct DemoArgs {
 /// `smoe sculpt`.
 #[derive(Debug, Args)]
 pub struct SculptArgs {
-    /// A Hugging Face checkpoint: a directory with config.json and safetensors
+    /// A checkpoint: a directory with config.json and safetensors, or a GGUF file (of a split one any part)
     pub checkpoint: PathBuf,
     /// Where the vault goes
     pub vault: Option<PathBuf>,
-    /// Bits of a routed expert's weight: 2, 3, 4, 5, 6, 8, or 16 for the checkpoint's own numbers
-    #[arg(long, value_name = "BITS", default_value_t = 4)]
-    pub bits: u8,
+    /// Bits of a routed expert's weight: 2, 3, 4, 5, 6, 8, or 16 for the checkpoint's own numbers [default: 4; of a
+    /// quantised checkpoint, its own codes]
+    #[arg(long, value_name = "BITS")]
+    pub bits: Option<u8>,
     /// Weights that share a scale: 32, 64 or 128
     #[arg(long, value_name = "N", default_value_t = 64)]
     pub group: usize,
-    /// Everything else: bf16 (as it was), q8, q6, q5 or q4
-    #[arg(long, value_name = "BITS", default_value = "q8")]
-    pub backbone: smoe_sculpt::BackboneBits,
+    /// Everything else: bf16 (as it was), q8, q6, q5 or q4 [default: q8; of a quantised checkpoint, its own codes]
+    #[arg(long, value_name = "BITS")]
+    pub backbone: Option<smoe_sculpt::BackboneBits>,
+    /// Keep every weight as it is, to the bit, or make no vault
+    #[arg(long)]
+    pub lossless: bool,
+    /// Take tokenizer and chat template from this directory
+    #[arg(long, value_name = "DIR")]
+    pub tokenizer: Option<PathBuf>,
     /// Show topology, sizes and what it will need, and write nothing
     #[arg(long)]
     pub dry_run: bool,
@@ -353,6 +377,9 @@ pub struct SynthArgs {
     /// Whose shape: a name such as qwen3-30b-a3b (a wrong one lists them all), or a config.json
     #[arg(long, value_name = "SHAPE")]
     pub like: String,
+    /// Vault or checkpoint whose tokenizer, templates and generation settings come along: to talk to, or to serve
+    #[arg(long, value_name = "DIR")]
+    pub text: Option<PathBuf>,
     /// Only the first N layers
     #[arg(long, value_name = "N")]
     pub layers: Option<usize>,
@@ -463,6 +490,28 @@ pub struct BenchArgs {
     pub compare: Option<PathBuf>,
     #[command(flatten)]
     pub machine: MachineArgs,
+}
+
+/// `smoe devices`.
+#[derive(Debug, Args)]
+pub struct DevicesArgs {
+    /// As JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `smoe selftest`.
+#[derive(Debug, Args)]
+pub struct SelftestArgs {
+    /// What is tested: auto (a hardware GPU), gpu (any, also one that a program plays), or a part of its name
+    #[arg(long, value_name = "DEVICE", default_value = "auto")]
+    pub device: DeviceChoice,
+    /// The model to be run
+    #[arg(long, value_name = "VAULT", default_value = "demo")]
+    pub vault: PathBuf,
+    /// As JSON
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// `smoe serve`.

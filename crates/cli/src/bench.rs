@@ -90,5 +90,9 @@ fn vault(args: &BenchArgs, path: &Path) -> Result<Record, Failure> {
     if io::stderr().is_terminal() {
         eprint!("\r\x1b[K");
     }
-    Ok(figures::record(&vault, &bench, &ceilings, &facts))
+    let mut record = figures::record(&vault, &bench, &ceilings, &facts);
+    if bench.engine.device_tier().is_some() {
+        figures::device_kernels(&mut record, bench.profile()?);
+    }
+    Ok(record)
 }

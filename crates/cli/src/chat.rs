@@ -9,6 +9,7 @@ mod connect;
 mod conversation;
 mod markdown;
 mod monitor;
+mod retold;
 mod screen;
 mod show;
 mod terminal;
@@ -24,6 +25,7 @@ use crate::failure::Failure;
 use crate::instrument::{Display, panel};
 use crate::{model, run, warmth};
 use conversation::{Conversation, agree};
+use retold::Retold;
 use terminal::Terminal;
 
 /// Unless it is said otherwise.
@@ -62,7 +64,7 @@ pub fn chat(args: &ChatArgs) -> Result<(), Failure> {
         text: &text,
         tokenizer,
         template,
-        format: ReplyFormat::detect(template.source()),
+        format: text.reply_format(),
         sampler,
         session,
         conversation: Conversation::new(args.system.clone()),
@@ -162,10 +164,10 @@ impl Talk<'_> {
         engine: &mut Engine,
         face: &mut dyn Face,
         display: &mut Display,
-        said: &str,
+        asked: &str,
     ) -> Result<(), Failure> {
-        self.conversation.ask(said);
-        let answer = match self.answer(engine, face) {
+        self.conversation.ask(asked);
+        let (answer, said) = match self.answer(engine, face) {
             Ok(Some(answer)) => answer,
             Ok(None) => {
                 self.conversation.take_back();
@@ -195,14 +197,19 @@ impl Talk<'_> {
         }
         display.keep(&answer);
         face.figures(&answer, display);
-        self.conversation.answer(&answer.text);
+        self.conversation.answer(&said);
         self.answered += 1;
         self.last = Some(answer.figures);
         Ok(())
     }
 
-    /// The answer to the conversation as it stands; `None` if it does not fit and the user would not drop.
-    fn answer(&mut self, engine: &mut Engine, face: &mut dyn Face) -> Result<Option<Answer>, Failure> {
+    /// The answer to the conversation as it stands, and what it says; `None` if it does not fit and the user would not
+    /// drop.
+    fn answer(
+        &mut self,
+        engine: &mut Engine,
+        face: &mut dyn Face,
+    ) -> Result<Option<(Answer, String)>, Failure> {
         let context = engine.info().plan.context;
         let (rendered, prompt) = loop {
             let (rendered, prompt) = self.prompt()?;
@@ -228,18 +235,32 @@ impl Talk<'_> {
         };
         let limits = Limits { max_tokens: self.max_tokens, end_tokens: self.text.end_tokens.clone() };
         face.begin(prompt.len());
+        let marked = self.format.reasons_in_special_tokens(self.tokenizer);
+        let mut retold = marked.then(|| Retold::new(&self.format, &rendered));
         // It was offered no tools: what looks like a call is text.
-        face.reply(ReplyParser::new(&self.format, &[], &rendered));
-        Asker {
+        face.reply(match marked {
+            true => ReplyParser::new(&Retold::format(), &[], ""),
+            false => ReplyParser::new(&self.format, &[], &rendered),
+        });
+        let answer = Asker {
             engine,
             session: &mut self.session,
             sampler: &mut self.sampler,
             tokenizer: Some(self.tokenizer),
+            markup: marked,
             limits: &limits,
             stops: &[],
         }
-        .answer(&prompt, &mut |piece| face.piece(piece))
-        .map(Some)
+        .answer(&prompt, &mut |piece| match (piece, &mut retold) {
+            (Piece::Text(text), Some(retold)) => face.piece(Piece::Text(&retold.push(text))),
+            (piece, _) => face.piece(piece),
+        })?;
+        let Some(mut retold) = retold else {
+            let said = answer.text.clone();
+            return Ok(Some((answer, said)));
+        };
+        face.piece(Piece::Text(&retold.finish()))?;
+        Ok(Some((answer, retold.answer().to_owned())))
     }
 
     /// The conversation as the template has it, and its tokens.

@@ -21,6 +21,7 @@ mod args;
 mod bench;
 mod chat;
 mod demo;
+mod devices;
 mod failure;
 mod inspect;
 mod instrument;
@@ -31,6 +32,7 @@ mod probe;
 mod progress;
 mod run;
 mod sculpt;
+mod selftest;
 mod serve;
 mod synth;
 mod template;
@@ -56,6 +58,8 @@ fn main() -> ExitCode {
         Command::Verify(args) => verify::verify(&args),
         Command::Probe(args) => probe::probe(&args),
         Command::Bench(args) => bench::bench(&args),
+        Command::Devices(args) => devices::devices(&args),
+        Command::Selftest(args) => selftest::selftest(&args),
         Command::Serve(args) => serve::serve(&args),
         Command::Trace(command) => trace::trace(&command),
         Command::Template(args) => template::template(&args),

@@ -36,6 +36,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         sampler: &mut sampler,
         // With --raw-ids text is still made where stop strings need it.
         tokenizer: text.tokenizer.as_ref(),
+        markup: false,
         limits: &limits,
         stops: &args.stop,
     }

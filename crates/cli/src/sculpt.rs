@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::json;
 use smoe_engine::plan::Bytes;
-use smoe_sculpt::{DryRun, Outcome, SculptError, Settings};
+use smoe_sculpt::{BackboneBits, Checkpoint, DryRun, Outcome, SculptError, Settings};
 
 use crate::args::SculptArgs;
 use crate::failure::Failure;
@@ -12,10 +12,16 @@ use crate::{interrupt, progress};
 
 /// Runs the command.
 pub fn sculpt(args: &SculptArgs) -> Result<(), Failure> {
+    let usual = if args.lossless { (16, BackboneBits::Bf16) } else { (4, BackboneBits::Q8) };
     let settings = Settings {
-        bits: args.bits,
+        bits: args.bits.unwrap_or(usual.0),
         group: args.group,
-        backbone: args.backbone,
+        backbone: args.backbone.unwrap_or(usual.1),
+        // Who names bits wants those, not the codes that a checkpoint has. Its own numbers are its codes.
+        keep_experts: args.bits.is_none_or(|bits| bits == 16),
+        keep_backbone: args.backbone.is_none_or(|bits| bits == BackboneBits::Bf16),
+        lossless: args.lossless,
+        tokenizer: args.tokenizer.clone(),
         max_layers: args.max_layers,
         max_experts: args.max_experts,
         threads: args.threads,
@@ -35,12 +41,17 @@ pub fn sculpt(args: &SculptArgs) -> Result<(), Failure> {
         let what = "is an original file: it can be measured (--measure-error) or compared (--validate)";
         return Err(Failure::Usage(format!("{} {what}", vault.display())));
     }
+    let mut measure = args.measure_error;
     if !original {
         let bar = progress::Bar::default();
         let outcome = smoe_sculpt::sculpt(&args.checkpoint, vault, &settings, &bar, flag);
         bar.finish();
         match outcome.map_err(failure)? {
-            Outcome::Created => eprintln!("made {}", vault.display()),
+            Outcome::Created => {
+                eprintln!("made {}", vault.display());
+                // Whose codes these are, and what they lost, is not to be guessed.
+                measure |= Checkpoint::open(&args.checkpoint)?.is_coded();
+            }
             Outcome::AlreadyComplete => {
                 eprintln!(
                     "{} is complete already, of this checkpoint (by samples; --validate compares all) and \
@@ -53,7 +64,7 @@ pub fn sculpt(args: &SculptArgs) -> Result<(), Failure> {
     if args.validate {
         validate(args, vault)?;
     }
-    if args.measure_error {
+    if measure {
         measure_error(args, vault)?;
     }
     Ok(())

@@ -61,13 +61,16 @@ pub fn serve(args: &ServeArgs) -> Result<(), Failure> {
         ..Config::default()
     };
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    runtime.block_on(async {
+    let served = runtime.block_on(async {
         let server = Server::bind(config, fleet).await.map_err(|e| Failure::new(e.to_string()))?;
         let address = server.address()?;
         eprintln!("serving on http://{address} · console at http://{address}/ · Ctrl-C ends");
         server.run(interrupted()).await;
         Ok(())
-    })
+    });
+    // The server has given everything its time; a thread that a disk still holds up must not hold up the end.
+    runtime.shutdown_background();
+    served
 }
 
 /// Comes with Ctrl-C or SIGTERM; a second one ends the process.

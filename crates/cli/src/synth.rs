@@ -7,7 +7,7 @@ use smoe_sculpt::{Outcome, Settings, Shape, SynthOptions, Synthesis};
 
 use crate::args::SynthArgs;
 use crate::failure::Failure;
-use crate::{interrupt, progress};
+use crate::{interrupt, model, progress};
 
 /// How far a prediction may be from what was asked for before it is said.
 const NEAR: f64 = 0.03;
@@ -32,6 +32,7 @@ pub fn synth(args: &SynthArgs) -> Result<(), Failure> {
         unique_layers: args.unique_layers,
         seed: args.seed,
         routing: RoutingStats { overlap: args.overlap, skew: args.skew },
+        text: args.text.as_deref().map(model::resolve).transpose()?,
     };
     let bar = progress::Bar::default();
     let made = smoe_sculpt::synth(&shape, &args.vault, &options, &bar, interrupt::flag());
@@ -48,7 +49,11 @@ pub fn synth(args: &SynthArgs) -> Result<(), Failure> {
     if let Some(stand_in) = &shape.stand_in {
         say!("{stand_in}");
     }
-    print(&made, &options.routing)
+    print(&made, &options.routing)?;
+    if let Some(text) = &args.text {
+        say!("text        of {}: {} tokens", text.display(), made.spec.vocab_size);
+    }
+    Ok(())
 }
 
 fn print(made: &Synthesis, asked: &RoutingStats) -> Result<(), Failure> {

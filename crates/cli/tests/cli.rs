@@ -54,7 +54,18 @@ fn ids(output: &Output) -> Vec<u32> {
 
 #[test]
 fn fixtures_meet_their_goldens_from_sculpt_to_tokens() {
-    for family in ["qwen3_moe", "qwen3_moe_tied", "deepseek"] {
+    for family in [
+        "qwen3_moe",
+        "qwen3_moe_tied",
+        "deepseek",
+        "mixtral",
+        "olmoe",
+        "qwen2_moe",
+        "glm4_moe",
+        "gpt_oss",
+        "deepseek_v2",
+        "deepseek_v3",
+    ] {
         let Some(checkpoint) = shared_path(&format!("fixtures/{family}")) else { return };
         let golden = Golden::shared(family).unwrap();
         let dir = tempfile::tempdir().unwrap();

@@ -84,7 +84,7 @@ impl Observer for Seen {
 fn measure(asked: RoutingStats, settings: Settings, unique_layers: Option<usize>) -> (RoutingStats, Seen) {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("vault");
-    let options = SynthOptions { settings, unique_layers, routing: asked, seed: 3 };
+    let options = SynthOptions { settings, unique_layers, routing: asked, seed: 3, text: None };
     synth(&shape(), &path, &options, &(), &AtomicBool::new(false)).unwrap();
     let plan = PlanRequest {
         memory: Some(1 << 30),

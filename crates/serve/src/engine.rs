@@ -37,9 +37,19 @@ pub fn start_engine(
             options.plan.memory = Some(free.saturating_sub(held));
         }
         let mut engine = Engine::open(vault, &options)?;
+        let mut scheduling = scheduler(vault);
+        let mut warnings = Vec::new();
+        // Before the long work. Conversations are worth less than answers: without their file it goes on.
+        if let Some(file) = scheduling.spill.take()
+            && let Err(error) = engine.spill_to(&file)
+        {
+            warnings.push(format!("conversations are not remembered beyond memory: {error}"));
+        }
         engine.preload(progress)?;
         let (meters, info) = (Some(engine.meters()), Some(engine.info()));
-        let scheduler = Scheduler::new(engine, scheduler(vault))?;
-        Ok(Opened { machine: Box::new(scheduler), meters, info })
+        // Who may wait is decided at the fleet's door; whom that lets in the scheduler must not turn away.
+        scheduling.max_queued += engine.plan().sessions;
+        let scheduler = Scheduler::new(engine, scheduling)?;
+        Ok(Opened { machine: Box::new(scheduler), meters, info, warnings })
     })
 }

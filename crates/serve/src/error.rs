@@ -97,16 +97,23 @@ impl ApiError {
         Self::new(StatusCode::REQUEST_TIMEOUT, "invalid_request_error", "the body did not arrive in time")
     }
 
+    /// 408: so many bytes of an answer wait for a client that does not take them.
+    pub fn slow_reader(waiting: usize) -> Self {
+        let message =
+            format!("the answer is read more slowly than it is written: {waiting} bytes of it wait");
+        Self::new(StatusCode::REQUEST_TIMEOUT, "invalid_request_error", message).coded("slow_reader")
+    }
+
     /// 413: the body is too large.
     pub fn large_body(limit: usize) -> Self {
         let message = format!("the body is larger than the {limit} bytes that are allowed");
         Self::new(StatusCode::PAYLOAD_TOO_LARGE, "invalid_request_error", message).coded("request_too_large")
     }
 
-    /// 429: too many wait already.
-    pub fn busy(waiting: usize) -> Self {
+    /// 429: so many answers are under way or wait already.
+    pub fn busy(taken: usize) -> Self {
         let message =
-            format!("{waiting} requests are waiting already, which is all that may: try again later");
+            format!("{taken} answers are under way or waiting, which is all that may: try again later");
         Self::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", message).coded("queue_full")
     }
 

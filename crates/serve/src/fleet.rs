@@ -8,12 +8,12 @@
 //!
 //! A swap that has begun goes on when its client leaves: half a model is of no use to the next one.
 
+mod door;
 mod scan;
 
 use std::cell::RefCell;
 use std::fmt;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use smoe_engine::{EngineError, EngineInfo, Meters, Vault};
@@ -25,8 +25,10 @@ use crate::model::{Lease, Model};
 use crate::runner::Machine;
 use crate::turn::Phase;
 
+pub use door::Place;
 pub use scan::Listing;
 
+use door::Doors;
 use scan::Catalogue;
 
 /// The name by which a client asks for whatever model there is.
@@ -62,6 +64,8 @@ pub struct Opened {
     pub meters: Option<Meters>,
     /// Its plan.
     pub info: Option<EngineInfo>,
+    /// What it goes without, in words.
+    pub warnings: Vec<String>,
 }
 
 impl fmt::Debug for Opened {
@@ -80,7 +84,7 @@ pub struct LoaderConfig {
     pub start: Start,
     /// How many models may be loaded at once, if memory allows; at least 1.
     pub resident: usize,
-    /// How many requests may wait for another model than those that are loaded.
+    /// How many answers may wait for a model, besides those that it computes at once.
     pub max_waiting: usize,
 }
 
@@ -113,7 +117,7 @@ pub struct Fleet {
     loaded: Mutex<Vec<Arc<Model>>>,
     loading: watch::Sender<Option<Loading>>,
     swap: Arc<tokio::sync::Mutex<()>>,
-    waiting: AtomicUsize,
+    doors: Arc<Doors>,
 }
 
 impl Fleet {
@@ -133,7 +137,7 @@ impl Fleet {
             loaded: Mutex::default(),
             loading: watch::Sender::new(None),
             swap: Arc::default(),
-            waiting: AtomicUsize::new(0),
+            doors: Arc::default(),
         }))
     }
 
@@ -187,10 +191,51 @@ impl Fleet {
         found.map(|(listing, _)| listing).ok_or_else(|| ApiError::no_model(name))
     }
 
+    /// How many answers may wait for a model.
+    pub(crate) fn max_waiting(&self) -> usize {
+        self.config.max_waiting
+    }
+
+    /// Takes places for `n` jobs of this model, all or none, and says whether it is sure that it can have so many jobs.
+    /// It is not where the model is not loaded yet and nobody else wants it: somebody has to, so that it is.
+    ///
+    /// # Errors
+    /// If others have the places, or the model never has so many.
+    pub(crate) fn enter(&self, id: &str, n: usize) -> Result<(Vec<Place>, bool), ApiError> {
+        let model = lock(&self.loaded).iter().find(|model| model.listing().id == id).cloned();
+        if let Some(model) = &model {
+            self.fits(model, n)?;
+        }
+        // Any model has one job at once at the least.
+        let most = model.as_ref().map_or(self.config.max_waiting.max(1), |model| self.places(model));
+        match self.doors.enter(id, n, most) {
+            Ok(places) => Ok((places, true)),
+            Err(0) if model.is_none() => Ok((self.doors.enter(id, n, n).map_err(ApiError::busy)?, false)),
+            Err(taken) => Err(ApiError::busy(taken)),
+        }
+    }
+
+    /// Whether a loaded model ever has places for `n` jobs.
+    ///
+    /// # Errors
+    /// If not.
+    pub(crate) fn fits(&self, model: &Model, n: usize) -> Result<(), ApiError> {
+        let places = self.places(model);
+        if n <= places {
+            return Ok(());
+        }
+        let message = format!("n is {n}; this model answers {places} at once as it is served here");
+        Err(ApiError::field("n", message))
+    }
+
+    fn places(&self, model: &Model) -> usize {
+        model.runner().load().max_running + self.config.max_waiting
+    }
+
     /// The model of this id, loaded if need be; `phase` hears of it.
     ///
     /// # Errors
-    /// If too many wait already, or it cannot be loaded.
+    /// If it cannot be loaded.
     pub async fn acquire(
         self: &Arc<Self>,
         id: &str,
@@ -199,7 +244,6 @@ impl Fleet {
         if let Some(lease) = self.lease(id) {
             return Ok(lease);
         }
-        let _place = Place::take(&self.waiting, self.config.max_waiting)?;
         let mut loading = self.loading.subscribe();
         let told = |loading: &watch::Receiver<Option<Loading>>| match &*loading.borrow() {
             Some(loading) if loading.id == id => {
@@ -287,9 +331,8 @@ impl Fleet {
     /// Ends all models, their jobs first if they are not done.
     pub(crate) async fn shut_down(&self) {
         let models = std::mem::take(&mut *lock(&self.loaded));
-        for model in models {
-            stop(model).await;
-        }
+        // At once: each has its own conversations to bring to its own file.
+        futures_util::future::join_all(models.into_iter().map(stop)).await;
     }
 
     fn load(&self, listing: Listing) -> Result<Model, LoadError> {
@@ -300,6 +343,9 @@ impl Fleet {
             self.loading.send_replace(Some(Loading { id: listing.id.clone(), done, total }));
         };
         let opened = (self.config.start)(Starting { vault: &vault, held, progress })?;
+        for warning in &opened.warnings {
+            tracing::warn!(model = listing.id, "{warning}");
+        }
         Model::new(listing, text, vault.spec.vocab_size, opened)
             .map_err(|error| LoadError::Other(error.to_string()))
     }
@@ -342,25 +388,6 @@ enum LoadError {
     Text(#[from] smoe_text::TextError),
     #[error("{0}")]
     Other(String),
-}
-
-/// A place among those who wait.
-struct Place<'a>(&'a AtomicUsize);
-
-impl<'a> Place<'a> {
-    fn take(waiting: &'a AtomicUsize, most: usize) -> Result<Self, ApiError> {
-        let more = |waiting: usize| (waiting < most).then_some(waiting + 1);
-        match waiting.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more) {
-            Ok(_) => Ok(Self(waiting)),
-            Err(waiting) => Err(ApiError::busy(waiting)),
-        }
-    }
-}
-
-impl Drop for Place<'_> {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
-    }
 }
 
 /// The text side of a vault.

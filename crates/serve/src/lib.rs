@@ -7,13 +7,16 @@
 //! ```
 //!
 //! Every API turns its request into one [`turn::Turn`] and makes its answer from one stream of [`turn::Delta`]: what
-//! one API can do, all can. A job's events are read on the model's thread and sent through a channel that never
-//! blocks it; dropping the stream, as a closed connection does, cancels the job.
+//! one API can do, all can. A job's events are read on the model's thread and told to an outbox that never blocks it
+//! and is bounded; dropping the stream, as a closed connection does, cancels the job. A connection whose client has
+//! shut its sending half counts as closed: nothing tells it from one that is gone, and an answer to nobody would keep
+//! others waiting. Most servers do the same.
 //!
 //! This room knows HTTP and text; of the engine it knows jobs and counters. It never prints and never exits.
 #![forbid(unsafe_code)]
 
 mod anthropic;
+mod connection;
 mod console;
 mod engine;
 pub mod error;
@@ -35,25 +38,29 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
+use axum::extract::State;
 use axum::routing::get;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::GracefulShutdown;
 use hyper_util::service::TowerToHyperService;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, watch};
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout_at};
 use tower_http::cors::{AllowHeaders, AllowMethods, Any, CorsLayer};
 
 pub use engine::start_engine;
 
+use connection::Connection;
 use error::ApiError;
 use fleet::Fleet;
 use tally::Tally;
 
 /// Connections that are open at once; more wait to be accepted.
 const MAX_CONNECTIONS: usize = 1024;
-/// From the cut of running answers to the end of the server.
-const LAST_WORDS: Duration = Duration::from_secs(2);
+/// Tenths of [`Config::grace`] after which running answers are cut.
+const CUT: u32 = 6;
+/// Tenths after which connections are not waited for any more.
+const LAST_WORDS: u32 = 7;
 
 /// How to serve.
 #[derive(Clone, Debug)]
@@ -77,7 +84,10 @@ pub struct Config {
     pub patience: Duration,
     /// Between two signs of life in a stream that has nothing to say.
     pub heartbeat: Duration,
-    /// What running answers have left when the server ends.
+    /// For how long a client may take nothing of what is sent to it.
+    pub write_timeout: Duration,
+    /// From the wish to end to the end, whatever clients and disks do: running answers have most of it, saying that
+    /// they are cut and bringing conversations to their files the rest.
     pub grace: Duration,
 }
 
@@ -93,6 +103,7 @@ impl Default for Config {
             body_timeout: Duration::from_secs(60),
             patience: Duration::from_secs(10),
             heartbeat: Duration::from_secs(5),
+            write_timeout: Duration::from_secs(120),
             grace: Duration::from_secs(10),
         }
     }
@@ -125,6 +136,8 @@ struct Shared {
     tally: Arc<Tally>,
     /// For work that would hold up the server's threads.
     workers: Arc<Semaphore>,
+    /// For such work as may take seconds.
+    slow_workers: Arc<Semaphore>,
     life: watch::Sender<Life>,
 }
 
@@ -142,8 +155,10 @@ impl AppState {
     fn new(config: Config, fleet: Arc<Fleet>) -> Self {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let workers = Arc::new(Semaphore::new(cores));
+        let slow_workers = Arc::new(Semaphore::new(cores.div_ceil(2)));
         let life = watch::Sender::new(Life::Serving);
-        Self(Arc::new(Shared { config, fleet, tally: Arc::default(), workers, life }))
+        let tally = Arc::default();
+        Self(Arc::new(Shared { config, fleet, tally, workers, slow_workers, life }))
     }
 
     /// How to serve.
@@ -179,15 +194,18 @@ impl AppState {
         }
     }
 
-    /// Does work beside the server's threads, as many pieces at once as there are cores.
+    /// Does work beside the server's threads, as many pieces at once as there are cores; `slow` work has a bound of its
+    /// own, so that it does not keep the rest waiting.
     ///
     /// # Errors
     /// If the work panics.
     pub async fn blocking<T: Send + 'static>(
         &self,
+        slow: bool,
         work: impl FnOnce() -> T + Send + 'static,
     ) -> Result<T, ApiError> {
-        let worker = self.0.workers.clone().acquire_owned().await;
+        let workers = if slow { &self.0.slow_workers } else { &self.0.workers };
+        let worker = workers.clone().acquire_owned().await;
         let done = tokio::task::spawn_blocking(move || {
             // Held to the end of the work, also where nobody waits for it any more.
             let _worker = worker;
@@ -224,8 +242,8 @@ impl Server {
         self.listener.local_addr()
     }
 
-    /// Serves until `shutdown` comes; then accepts nothing, gives running answers [`Config::grace`], cuts what still
-    /// runs, and unloads the models.
+    /// Serves until `shutdown` comes; then accepts nothing, lets running answers go on, cuts what still runs, and unloads
+    /// the models, all within [`Config::grace`]. Threads that a disk holds up beyond it are left behind.
     pub async fn run(self, shutdown: impl Future<Output = ()>) {
         let Self { state, listener } = self;
         let router = router(state.clone());
@@ -258,14 +276,17 @@ impl Server {
         drop(listener);
         tracing::info!("shutting down");
         state.0.life.send_replace(Life::Draining);
+        let (start, grace) = (Instant::now(), state.config().grace);
         let mut closed = std::pin::pin!(graceful.shutdown());
-        let drained = timeout(state.config().grace, &mut closed).await;
+        let drained = timeout_at(start + grace * CUT / 10, &mut closed).await;
         state.0.life.send_replace(Life::Ending);
         if drained.is_err() {
             // What does not even take its last words is dropped with the process.
-            let _ = timeout(LAST_WORDS, &mut closed).await;
+            let _ = timeout_at(start + grace * LAST_WORDS / 10, &mut closed).await;
         }
-        state.fleet().shut_down().await;
+        if timeout_at(start + grace, state.fleet().shut_down()).await.is_err() {
+            tracing::warn!("models are not unloaded yet: what they computed last may not be remembered");
+        }
     }
 }
 
@@ -291,8 +312,11 @@ fn connection(
 ) -> impl Future<Output = ()> + use<> {
     // Tokens are small and wanted at once.
     let _ = stream.set_nodelay(true);
+    let stream = Connection::new(stream, state.config().write_timeout);
     let connection = hyper::server::conn::http1::Builder::new()
         .timer(TokioTimer::new())
+        // See above; not left to a default that may change.
+        .half_close(false)
         .header_read_timeout(state.config().header_timeout)
         .serve_connection(TokioIo::new(stream), TowerToHyperService::new(router.clone()));
     let connection = graceful.watch(connection);
@@ -303,11 +327,23 @@ fn connection(
     }
 }
 
+/// That it lives, and what its loaded models go without.
+async fn health(State(state): State<AppState>) -> axum::Json<serde_json::Value> {
+    let mut health = serde_json::json!({"status": "ok"});
+    for model in state.fleet().loaded() {
+        let warnings = model.warnings();
+        if !warnings.is_empty() {
+            health["warnings"][&model.listing().id] = warnings.into();
+        }
+    }
+    axum::Json(health)
+}
+
 /// Every route.
 fn router(state: AppState) -> Router {
     let cors = state.config().cors;
     let router = Router::new()
-        .route("/health", get(|| async { axum::Json(serde_json::json!({"status": "ok"})) }))
+        .route("/health", get(health))
         .merge(anthropic::routes())
         .merge(console::routes())
         .merge(instrument::routes())

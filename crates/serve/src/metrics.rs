@@ -31,7 +31,7 @@ pub(crate) fn routes() -> Router<AppState> {
 async fn metrics(State(state): State<AppState>) -> impl IntoResponse {
     let mut seen = Vec::new();
     for model in state.fleet().loaded() {
-        seen.push(Seen::look(&model).await);
+        seen.push(Seen::look(&model, state.fleet().max_waiting()).await);
     }
     let page = page(state.tally(), &seen, &MemoryFacts::detect());
     ([(CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], page)
@@ -42,6 +42,8 @@ async fn metrics(State(state): State<AppState>) -> impl IntoResponse {
 struct Seen {
     model: String,
     load: Load,
+    max_waiting: usize,
+    warnings: usize,
     phases: PhaseSnapshot,
     store: StoreSnapshot,
     plan: Option<Plan>,
@@ -49,12 +51,14 @@ struct Seen {
 }
 
 impl Seen {
-    async fn look(model: &Arc<Model>) -> Self {
+    async fn look(model: &Arc<Model>, max_waiting: usize) -> Self {
         let meters = model.meters();
         let glance = tokio::time::timeout(PATIENCE, model.runner().glance()).await;
         Self {
             model: model.listing().id.clone(),
             load: model.runner().load(),
+            max_waiting,
+            warnings: model.warnings().len(),
             phases: meters.map(|meters| meters.phases.snapshot()).unwrap_or_default(),
             store: meters.map(|meters| meters.store.snapshot()).unwrap_or_default(),
             plan: model.info().map(|info| info.plan.clone()),
@@ -71,7 +75,10 @@ const FAMILIES: &[Family] = &[
     ("smoe_jobs_prefilling", "gauge", "Of the running jobs, prompts not yet done.", |s| n(s.load.prefilling)),
     ("smoe_jobs_queued", "gauge", "Jobs waiting.", |s| n(s.load.queued)),
     ("smoe_jobs_running_max", "gauge", "The most jobs that run at once.", |s| n(s.load.max_running)),
-    ("smoe_jobs_queued_max", "gauge", "The most jobs that wait.", |s| n(s.load.max_queued)),
+    ("smoe_jobs_queued_max", "gauge", "The most jobs that wait.", |s| n(s.max_waiting)),
+    ("smoe_model_warnings", "gauge", "Things that the model goes without; /health names them.", |s| {
+        n(s.warnings)
+    }),
     ("smoe_context_tokens", "gauge", "Positions of the longest conversation.", |s| n(s.load.context)),
     ("smoe_kv_blocks", "gauge", "Blocks of the KV cache.", |s| n(s.load.kv_blocks)),
     ("smoe_kv_blocks_used", "gauge", "Blocks that running jobs hold.", |s| n(s.load.kv_used)),
@@ -79,6 +86,23 @@ const FAMILIES: &[Family] = &[
         n(s.load.kv_cached)
     }),
     ("smoe_kv_block_tokens", "gauge", "Positions of a block.", |s| n(s.load.kv_block_tokens)),
+    ("smoe_kv_file", "gauge", "1 if the KV cache has a file that is used.", |s| {
+        n(usize::from(s.load.kv_has_file))
+    }),
+    ("smoe_kv_file_failures_total", "counter", "Reads and writes of that file that failed.", |s| {
+        c(s.load.kv_file_failures)
+    }),
+    ("smoe_kv_blocks_lost_total", "counter", "Blocks that gave way before the file had taken them.", |s| {
+        c(s.load.kv_lost)
+    }),
+    (
+        "smoe_jobs_sent_back_total",
+        "counter",
+        "Times that a job went back to the queue for want of room.",
+        |s| c(s.load.sent_back),
+    ),
+    ("smoe_guessed_tokens_total", "counter", "Tokens guessed ahead.", |s| c(s.load.guessed)),
+    ("smoe_guessed_right_tokens_total", "counter", "Of those, the right ones.", |s| c(s.load.accepted)),
     ("smoe_steps_total", "counter", "Steps of the engine.", |s| Some(s.phases.steps() as f64)),
     ("smoe_expert_hits_total", "counter", "Experts demanded that were in memory.", |s| {
         c(s.store.demand_hits)

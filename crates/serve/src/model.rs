@@ -23,6 +23,7 @@ pub struct Model {
     runner: Runner,
     meters: Option<Meters>,
     info: Option<EngineInfo>,
+    warnings: Vec<String>,
     /// Made when it is first needed.
     grammar: OnceLock<Result<GrammarVocabulary, ApiError>>,
     users: watch::Sender<usize>,
@@ -38,7 +39,7 @@ impl Model {
         let runner = Runner::start(opened.machine)?;
         let template = text.chat_template.as_ref().map_or("", ChatTemplate::source);
         Ok(Self {
-            format: ReplyFormat::detect(template),
+            format: text.reply_format(),
             knows_developer: template.contains("developer"),
             context: runner.load().context,
             runner,
@@ -47,6 +48,7 @@ impl Model {
             vocab_size,
             meters: opened.meters,
             info: opened.info,
+            warnings: opened.warnings,
             grammar: OnceLock::new(),
             users: watch::Sender::new(0),
         })
@@ -95,6 +97,13 @@ impl Model {
     /// The engine's plan, if there is an engine.
     pub fn info(&self) -> Option<&EngineInfo> {
         self.info.as_ref()
+    }
+
+    /// What it goes without, in words.
+    pub fn warnings(&self) -> Vec<String> {
+        let mut warnings = self.warnings.clone();
+        warnings.extend(self.runner.warnings());
+        warnings
     }
 
     /// Bytes that it may hold.

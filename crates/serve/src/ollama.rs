@@ -1,4 +1,5 @@
-//! Ollama's API, as far as chat clients use it: the models, what one is, chat.
+//! Ollama's API, as far as its clients use it: the models, what one is, which are loaded, chat, and one answer to one
+//! prompt.
 
 mod chunks;
 mod request;
@@ -22,10 +23,10 @@ use crate::error::ApiError;
 use crate::fleet::Listing;
 use crate::front::Wire;
 use crate::id::rfc3339;
-use crate::turn::{collect, start};
+use crate::turn::{Turn, collect, start};
 
-use chunks::Chunks;
-use request::{ChatRequest, ShowRequest};
+use chunks::{Chunks, Form};
+use request::{ChatRequest, GenerateRequest, ShowRequest};
 
 /// The version of Ollama whose API this is: clients compare it with what they need.
 const VERSION: &str = "0.12.0";
@@ -35,15 +36,35 @@ pub(crate) fn routes() -> Router<AppState> {
     Router::new()
         .route("/api/version", get(|| async { Json(json!({"version": VERSION})) }))
         .route("/api/tags", get(tags))
+        .route("/api/ps", get(ps))
         .route("/api/show", post(show))
+        .route("/api/generate", post(generate))
         .route("/api/chat", post(chat))
 }
 
 async fn chat(State(state): State<AppState>, Wire(request): Wire<ChatRequest>) -> Result<Response, ApiError> {
     let streamed = request.streams();
+    answer(&state, Form::Chat, request.turn()?, streamed).await
+}
+
+async fn generate(
+    State(state): State<AppState>,
+    Wire(request): Wire<GenerateRequest>,
+) -> Result<Response, ApiError> {
+    if let Some(name) = request.loads() {
+        let listing = state.fleet().resolve(name).await?;
+        state.fleet().acquire(&listing.id, &|_| {}).await?;
+        let chunks = Chunks::new(Form::Generate, listing.id, Instant::now());
+        return Ok(Json(chunks.loaded()).into_response());
+    }
+    let streamed = request.streams();
+    answer(&state, Form::Generate, request.turn()?, streamed).await
+}
+
+async fn answer(state: &AppState, form: Form, turn: Turn, streamed: bool) -> Result<Response, ApiError> {
     let asked = Instant::now();
-    let (info, deltas) = start(&state, request.turn()?).await?;
-    let mut chunks = Chunks::new(info.model, asked);
+    let (info, deltas) = start(state, turn).await?;
+    let mut chunks = Chunks::new(form, info.model, asked);
     if !streamed {
         let reply = collect(deltas, 1).await?.remove(0);
         return Ok(Json(chunks.whole(reply)).into_response());
@@ -64,6 +85,28 @@ async fn tags(State(state): State<AppState>) -> Json<Value> {
                 "modified_at": rfc3339(listing.created),
                 "size": listing.bytes,
                 "digest": listing.fingerprint,
+                "details": details(listing),
+            })
+        })
+        .collect();
+    Json(json!({"models": models}))
+}
+
+/// The models that are loaded. None leaves by the clock, so none has a time at which it does.
+async fn ps(State(state): State<AppState>) -> Json<Value> {
+    let models: Vec<Value> = state
+        .fleet()
+        .loaded()
+        .iter()
+        .map(|model| {
+            let listing = model.listing();
+            json!({
+                "name": listing.id,
+                "model": listing.id,
+                "size": model.held_bytes(),
+                "size_vram": 0,
+                "digest": listing.fingerprint,
+                "context_length": model.context(),
                 "details": details(listing),
             })
         })

@@ -80,6 +80,13 @@ fn paths(key: bool) -> Value {
         "/v1/messages/count_tokens": {"post": ask("count_tokens", anthropic, count, None)},
         "/api/version": {"get": read("ollama_version", "The API's version", ollama, "OllamaVersion")},
         "/api/tags": {"get": read("ollama_tags", "The models", ollama, "OllamaModels")},
+        "/api/ps": {"get": read("ollama_ps", "The models that are loaded", ollama, "OllamaRunning")},
+        "/api/generate": {"post": ask(
+            "ollama_generate",
+            ollama,
+            ("Answer a prompt", "OllamaGenerateRequest", "OllamaGenerate"),
+            ndjson,
+        )},
         "/api/show": {"post":
             ask("ollama_show", ollama, ("A model", "OllamaShowRequest", "OllamaModel"), None)},
         "/api/chat": {"post": ask("ollama_chat", ollama, (GO_ON, "OllamaChatRequest", "OllamaChat"), ndjson)},

@@ -5,11 +5,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{Builder, JoinHandle};
+use std::time::Duration;
 
 use smoe_engine::{Driver, EngineError, Job, Load};
 use tokio::sync::oneshot;
 
 use crate::error::ApiError;
+
+/// What the end of a model may take, whatever its disk does: within what [`crate::Config::grace`] leaves by default.
+const CLOSING: Duration = Duration::from_millis(2_500);
 
 /// A driver, and what only its thread may tell of it.
 pub trait Machine: Driver {
@@ -41,6 +45,7 @@ enum Command {
 pub struct Runner {
     commands: Sender<Command>,
     load: Arc<Mutex<Load>>,
+    warnings: Arc<Mutex<Vec<String>>>,
     over: Arc<AtomicBool>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
@@ -60,10 +65,12 @@ impl Runner {
         let (commands, inbox) = channel();
         let load = Arc::new(Mutex::new(machine.load()));
         let over = Arc::new(AtomicBool::new(false));
-        let (shown, ends) = (load.clone(), Ends(over.clone()));
-        let thread =
-            Builder::new().name("model".to_owned()).spawn(move || run(machine, &inbox, &shown, ends))?;
-        Ok(Self { commands, load, over, thread: Mutex::new(Some(thread)) })
+        let warnings = Arc::<Mutex<Vec<String>>>::default();
+        let (shown, told, ends) = (load.clone(), warnings.clone(), Ends(over.clone()));
+        let thread = Builder::new()
+            .name("model".to_owned())
+            .spawn(move || run(machine, &inbox, &shown, &told, ends))?;
+        Ok(Self { commands, load, warnings, over, thread: Mutex::new(Some(thread)) })
     }
 
     /// What it was doing after its last step.
@@ -71,10 +78,15 @@ impl Runner {
         *lock(&self.load)
     }
 
+    /// What went wrong since it began and concerned no job.
+    pub fn warnings(&self) -> Vec<String> {
+        lock(&self.warnings).clone()
+    }
+
     /// Queues jobs, all or none. `accepted` is called before any of their sinks is.
     ///
     /// # Errors
-    /// As [`Driver::submit`]; those that were queued already are for the caller to cancel.
+    /// As [`Driver::submit_all`].
     pub async fn submit(
         &self,
         jobs: Vec<Job>,
@@ -130,7 +142,13 @@ impl Drop for Ends {
     }
 }
 
-fn run(mut machine: Box<dyn Machine>, inbox: &Receiver<Command>, load: &Mutex<Load>, ends: Ends) {
+fn run(
+    mut machine: Box<dyn Machine>,
+    inbox: &Receiver<Command>,
+    load: &Mutex<Load>,
+    warnings: &Mutex<Vec<String>>,
+    ends: Ends,
+) {
     // Dropped before the machine is, whatever happens.
     let _ends = ends;
     let mut busy = false;
@@ -149,7 +167,7 @@ fn run(mut machine: Box<dyn Machine>, inbox: &Receiver<Command>, load: &Mutex<Lo
                         cancels.push(job.cancel.clone());
                     }
                 }
-                let result = jobs.into_iter().try_for_each(|job| machine.submit(job).map(|_| ()));
+                let result = machine.submit_all(jobs).map(|_| ());
                 if result.is_ok() {
                     accepted(before);
                 }
@@ -164,11 +182,20 @@ fn run(mut machine: Box<dyn Machine>, inbox: &Receiver<Command>, load: &Mutex<Lo
             }
             Ok(Command::Stop) | Err(TryRecvError::Disconnected) => {
                 cancels.iter().for_each(|cancel| cancel.store(true, Ordering::Relaxed));
-                while machine.step() {}
+                let jobs = |machine: &dyn Machine| machine.load().running + machine.load().queued;
+                while jobs(&*machine) > 0 && machine.step() {}
+                let lost = machine.close(CLOSING);
+                if lost > 0 {
+                    tracing::warn!("{lost} blocks of conversations were not brought to their file in time");
+                }
                 return;
             }
             Err(TryRecvError::Empty) => {
                 busy = machine.step();
+                while let Some(warning) = machine.take_warning() {
+                    tracing::warn!("{warning}");
+                    lock(warnings).push(warning.to_string());
+                }
                 *lock(load) = machine.load();
             }
         }

@@ -6,9 +6,11 @@
 //!
 //! [`start`] returns as soon as the jobs are accepted, so that what is wrong with a request has its HTTP status. If
 //! that takes longer than a client should wait for the head of a response, the stream begins without it, and the
-//! error comes in the stream.
+//! error comes in the stream. That there is no room is known before: every job has its place at the door, or none.
 
 mod bound;
+mod follow;
+mod outbox;
 mod prompt;
 mod reply;
 mod told;
@@ -24,14 +26,15 @@ use std::task::{Context, Poll};
 use futures_util::Stream;
 use serde_json::{Map, Value as Json};
 use smoe_engine::Job;
-use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 use crate::AppState;
 use crate::error::ApiError;
+use crate::fleet::Place;
 use crate::id;
 
 pub use reply::{Reply, ReplyCall, collect};
 
+use outbox::{Reader, Teller, outbox};
 use voice::Voice;
 
 /// The most answers to one prompt.
@@ -52,6 +55,8 @@ pub struct Turn {
     pub model: String,
     /// What is to be continued.
     pub input: TurnInput,
+    /// The last message is the model's own, and the answer goes on from its end.
+    pub continues: bool,
     /// Whether tools may or must be called.
     pub tool_choice: ToolChoice,
     /// More than one call may be made.
@@ -316,7 +321,7 @@ pub struct TurnInfo {
 pub struct TurnStream {
     /// What came before the stream was handed out.
     early: VecDeque<Delta>,
-    deltas: UnboundedReceiver<Delta>,
+    deltas: Reader,
     /// Answers that are not over.
     open: usize,
     cancel: Arc<AtomicBool>,
@@ -338,7 +343,7 @@ impl Stream for TurnStream {
         }
         let delta = if let Some(delta) = self.early.pop_front() {
             delta
-        } else if let Poll::Ready(delta) = self.deltas.poll_recv(context) {
+        } else if let Poll::Ready(delta) = self.deltas.poll(context) {
             delta.unwrap_or_else(|| Delta::Error(ApiError::internal("the model stopped in the middle")))
         } else if self.ending.as_mut().poll(context).is_ready() {
             Delta::Error(ApiError::ending())
@@ -373,7 +378,8 @@ pub async fn start(state: &AppState, turn: Turn) -> Result<(TurnInfo, TurnStream
         fingerprint: listing.fingerprint.clone(),
         created: id::unix_seconds(),
     };
-    let (tell, deltas) = unbounded_channel();
+    let (places, sure) = state.fleet().enter(&listing.id, turn.n)?;
+    let (tell, deltas) = outbox(turn.n);
     let cancel = Arc::new(AtomicBool::new(false));
     let mut stream = TurnStream {
         early: VecDeque::new(),
@@ -382,19 +388,19 @@ pub async fn start(state: &AppState, turn: Turn) -> Result<(TurnInfo, TurnStream
         cancel: cancel.clone(),
         ending: Box::pin(state.ending()),
     };
-    let work = begin(state.clone(), listing.id, turn, tell.clone(), cancel);
+    let work = begin(state.clone(), listing.id, turn, places, tell.clone(), cancel);
     tokio::spawn(async move {
         let gone = tell.clone();
         tokio::select! {
             result = work => if let Err(error) = result {
                 // Nobody hears it if the client has gone.
-                let _ = tell.send(Delta::Error(error));
+                tell.tell(Delta::Error(error));
             },
-            () = gone.closed() => {}
+            () = gone.gone() => {}
         }
     });
     let accepted = async {
-        while let Some(delta) = stream.deltas.recv().await {
+        while let Some(delta) = std::future::poll_fn(|context| stream.deltas.poll(context)).await {
             let last = matches!(delta, Delta::Accepted { .. } | Delta::Error(_));
             stream.early.push_back(delta);
             if last {
@@ -402,8 +408,12 @@ pub async fn start(state: &AppState, turn: Turn) -> Result<(TurnInfo, TurnStream
             }
         }
     };
-    // Late is no error: the rest comes in the stream.
-    let _ = tokio::time::timeout(state.config().patience, accepted).await;
+    if sure {
+        // Late is no error: the rest comes in the stream.
+        let _ = tokio::time::timeout(state.config().patience, accepted).await;
+    } else {
+        accepted.await;
+    }
     if let Some(Delta::Error(error)) = stream.early.back() {
         return Err(error.clone());
     }
@@ -415,24 +425,20 @@ async fn begin(
     state: AppState,
     model: String,
     turn: Turn,
-    tell: UnboundedSender<Delta>,
+    places: Vec<Place>,
+    tell: Teller,
     cancel: Arc<AtomicBool>,
 ) -> Result<(), ApiError> {
     let phases = turn.progress.then(|| tell.clone());
     let phase = |phase| {
         if let Some(phases) = &phases {
-            // As above.
-            let _ = phases.send(Delta::Phase(phase));
+            phases.tell(Delta::Phase(phase));
         }
     };
     let lease = state.fleet().acquire(&model, &phase).await?;
-    let load = lease.runner().load();
-    // The driver decides, when its step is over; what is certain is said at once.
-    if load.running >= load.max_running && load.queued >= load.max_queued {
-        return Err(ApiError::busy(load.queued));
-    }
+    state.fleet().fits(&lease, turn.n)?;
     let (lease, turn, prepared) = state
-        .blocking(move || {
+        .blocking(turn.has_form(), move || {
             let prepared = prompt::prepare(&lease, &turn);
             (lease, turn, prepared)
         })
@@ -440,15 +446,25 @@ async fn begin(
     let mut prepared = prepared?;
     let prompt_tokens = prepared.prompt.len();
     let echo = prepared.echo.take();
-    let jobs = (0..turn.n)
-        .map(|choice| Job {
+    let jobs = places
+        .into_iter()
+        .enumerate()
+        .map(|(choice, place)| Job {
             prompt: prepared.prompt.clone(),
             sampling: prepared.sampling_of(choice),
             limits: prepared.limits.clone(),
             logprobs: turn.logprobs,
             constraint: prepared.constraints.pop().map(|bound| Box::new(bound) as _),
             cancel: cancel.clone(),
-            sink: Box::new(Voice::new(choice, lease.clone(), &turn, &prepared, tell.clone(), state.tally())),
+            sink: Box::new(Voice::new(
+                choice,
+                place,
+                lease.clone(),
+                &turn,
+                &prepared,
+                tell.clone(),
+                state.tally(),
+            )),
         })
         .collect();
     let accepted = tell.clone();
@@ -456,11 +472,10 @@ async fn begin(
     lease
         .runner()
         .submit(jobs, move |load| {
-            // As above.
-            let _ = accepted.send(Delta::Accepted { prompt_tokens, echo });
+            accepted.tell(Delta::Accepted { prompt_tokens, echo });
             if progress && load.running >= load.max_running {
                 let ahead = load.queued + 1;
-                let _ = accepted.send(Delta::Phase(Phase::Queued { ahead }));
+                accepted.tell(Delta::Phase(Phase::Queued { ahead }));
             }
         })
         .await
@@ -475,10 +490,15 @@ pub async fn count(state: &AppState, turn: Turn) -> Result<usize, ApiError> {
     turn.check()?;
     let listing = state.fleet().resolve(&turn.model).await?;
     let lease = state.fleet().acquire(&listing.id, &|_| {}).await?;
-    state.blocking(move || prompt::count(&lease, &turn)).await?
+    state.blocking(false, move || prompt::count(&lease, &turn)).await?
 }
 
 impl Turn {
+    /// Whether the answer must have a form, which is to be compiled.
+    fn has_form(&self) -> bool {
+        self.format != Format::Text || matches!(self.tool_choice, ToolChoice::Required | ToolChoice::Named(_))
+    }
+
     /// Checks what does not depend on the model. Names of fields are OpenAI's; the other APIs' are the same or
     /// nearly so.
     fn check(&self) -> Result<(), ApiError> {
@@ -512,6 +532,11 @@ impl Turn {
         if self.logprobs.is_some_and(|top| top > MAX_TOP_LOGPROBS) {
             let message = format!("top_logprobs must be 0 to {MAX_TOP_LOGPROBS}");
             return Err(ApiError::field("top_logprobs", message));
+        }
+        if self.continues && self.has_form() {
+            let message = "an answer that has begun cannot have a form: leave the model's own last message away, or \
+                           the form";
+            return Err(ApiError::field("messages", message));
         }
         let TurnInput::Chat { tools, .. } = &self.input else { return Ok(()) };
         if tools.len() > MAX_TOOLS {

@@ -15,6 +15,7 @@
 use serde_json::Value as Json;
 
 use crate::error::TextError;
+use crate::reply::ReplyFormat;
 use crate::template::ChatTemplate;
 use crate::tokenizer::Tokenizer;
 
@@ -102,6 +103,13 @@ impl ModelText {
             bos_token,
             eos_token,
         })
+    }
+}
+
+impl ModelText {
+    /// How the model writes reasoning and calls, as its chat template tells.
+    pub fn reply_format(&self) -> ReplyFormat {
+        ReplyFormat::detect(self.chat_template.as_ref().map_or("", ChatTemplate::source))
     }
 }
 

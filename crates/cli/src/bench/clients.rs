@@ -4,6 +4,7 @@
 use std::time::Instant;
 
 use smoe_engine::{Control, Session, Vault};
+use smoe_meter::TierSnapshot;
 use smoe_sculpt::token_stream;
 
 use super::figures::{Ceilings, Touched};
@@ -107,6 +108,7 @@ fn decode(bench: &mut Bench, n: usize, round: u64) -> Result<(usize, Stretch), F
         time: start.elapsed(),
         store: bench.engine.store_snapshot() - store,
         phases: bench.engine.phase_snapshot() - phases,
+        tier: TierSnapshot::default(),
     };
     Ok((DECODE, stretch))
 }

@@ -189,6 +189,13 @@ pub fn set_up(vault: &Vault, bench: &Bench, facts: &Facts) -> Record {
     record.set("ring_share", rounded(plan.ring_slots as f64 / plan.n_experts.max(1) as f64));
     record.set("context", plan.context);
     record.set("chunk", plan.chunk);
+    if let Some(tier) = &info.tier {
+        record.set("device", tier.plan.device.clone());
+        record.set("device_plan_bytes", tier.plan.total_bytes());
+        record.set("device_experts", tier.plan.slots.iter().sum::<usize>());
+        let share = tier.plan.slots.iter().sum::<usize>() as f64 / plan.n_experts.max(1) as f64;
+        record.set("device_expert_share", rounded(share));
+    }
     record.set("open_s", rounded(facts.open_s));
     if facts.load_bytes > 0 {
         record.set("load_s", rounded(facts.load_s));
@@ -224,6 +231,15 @@ pub fn record(vault: &Vault, bench: &Bench, ceilings: &Ceilings, facts: &Facts) 
     record.spread("ahead_hits_per_token", per_token(|s| s.store.ahead_hits));
     record.spread("ahead_waste_per_token", per_token(|s| s.store.ahead_waste));
     record.spread("evictions_per_token", per_token(|s| s.store.evictions));
+    if bench.engine.device_tier().is_some() {
+        record.spread("device_hit_rate", short.iter().filter_map(|s| s.tier.hit_rate()));
+        record.spread("device_load_bytes_per_token", per_token(|s| s.tier.load_bytes));
+        record.spread("device_on_cpu_per_token", per_token(|s| s.tier.on_cpu));
+        record.spread("device_submits_per_token", per_token(|s| s.tier.submits));
+        record.spread("device_waits_per_token", per_token(|s| s.tier.waits));
+        record.spread("device_wait_ms_per_token", per_token(|s| s.tier.wait_ns).map(|ns| ns / 1e6));
+        record.spread("device_dispatches_per_token", per_token(|s| s.tier.dispatches));
+    }
     record.set("overlap", bench.routes.overlap().map(rounded));
     record.set("skew", bench.routes.skew().map(rounded));
     let coverage: Map<String, Value> = (1..)
@@ -276,6 +292,15 @@ pub fn record(vault: &Vault, bench: &Bench, ceilings: &Ceilings, facts: &Facts) 
     let kernel = runs.iter().map(|run| run.kernel_read_bytes.map_or(f64::NAN, |bytes| bytes as f64));
     record.spread("decode_kernel_read_bytes_per_token", kernel.map(|bytes| bytes / DECODE as f64));
     record
+}
+
+/// What the device's kernels take of a decoded token, by its own clock: microseconds, and runs.
+pub fn device_kernels(record: &mut Record, kernels: Vec<(String, f64, f64)>) {
+    let all: f64 = kernels.iter().map(|kernel| kernel.1).sum();
+    let list: Map<String, Value> =
+        kernels.into_iter().map(|(name, us, runs)| (name, json!([rounded(us), rounded(runs)]))).collect();
+    record.set("device_kernels_us", rounded(all));
+    record.set("device_kernels_us_and_runs", list);
 }
 
 /// A figure of each run's decoding against what the machine could do around it.

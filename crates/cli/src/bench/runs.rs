@@ -6,7 +6,7 @@
 use std::time::{Duration, Instant};
 
 use smoe_engine::{Control, Engine, Sampler, Sampling, Session};
-use smoe_meter::{PhaseSnapshot, RouteSnapshot, StoreSnapshot};
+use smoe_meter::{PhaseSnapshot, RouteSnapshot, StoreSnapshot, TierSnapshot};
 use smoe_sculpt::token_stream;
 
 use super::figures::{Around, Ceilings};
@@ -32,6 +32,13 @@ pub struct Stretch {
     pub store: StoreSnapshot,
     /// Time by phase over it.
     pub phases: PhaseSnapshot,
+    /// What a device's tier of experts counted over it.
+    pub tier: TierSnapshot,
+}
+
+/// What the device of an engine has counted.
+pub fn tier(engine: &Engine) -> TierSnapshot {
+    engine.device_tier().map_or_else(TierSnapshot::default, |tier| tier.meter.snapshot())
 }
 
 impl Stretch {
@@ -122,11 +129,30 @@ impl Bench {
         Ok(())
     }
 
+    /// Times the device's kernels over a few decoded tokens: name, microseconds a token, runs a token.
+    pub fn profile(&mut self) -> Result<Vec<(String, f64, f64)>, Failure> {
+        const TOKENS: usize = 8;
+        let mut tokens = token_stream(self.engine.spec().vocab_size, self.seed);
+        let prompt: Vec<u32> = tokens.by_ref().take(PROMPT).collect();
+        let answer: Vec<u32> = tokens.take(TOKENS).collect();
+        let mut session = self.engine.open_session()?;
+        sync(&mut self.engine, &mut session, &mut self.sampler, &prompt)?;
+        self.engine.profile_device(true);
+        let done = decode(&mut self.engine, &mut session, &mut self.sampler, &answer);
+        let times = self.engine.profile_device(false).unwrap_or_default();
+        done?;
+        let per_token = |(name, runs, ns): (String, u64, f64)| {
+            (name, ns / 1e3 / TOKENS as f64, runs as f64 / TOKENS as f64)
+        };
+        Ok(times.kernels.into_iter().map(per_token).collect())
+    }
+
     fn measure(
         &mut self,
         work: impl FnOnce(&mut Engine, &mut Sampler) -> Result<usize, Failure>,
     ) -> Result<Stretch, Failure> {
         let (store, phases) = (self.engine.store_snapshot(), self.engine.phase_snapshot());
+        let before = tier(&self.engine);
         let start = Instant::now();
         let tokens = work(&mut self.engine, &mut self.sampler)?;
         Ok(Stretch {
@@ -134,6 +160,7 @@ impl Bench {
             time: start.elapsed(),
             store: self.engine.store_snapshot() - store,
             phases: self.engine.phase_snapshot() - phases,
+            tier: tier(&self.engine) - before,
         })
     }
 }

@@ -146,8 +146,10 @@ impl Request {
                 Format::JsonSchema { name: "output".to_owned(), schema: Json::Object(schema) }
             }
         };
+        let continues = self.messages.last().is_some_and(|last| last.role == Role::Assistant);
         Ok(Turn {
             input: TurnInput::Chat { messages: messages(self.system, self.messages)?, tools },
+            continues,
             tool_choice,
             parallel_tool_calls: parallel,
             format,
@@ -225,9 +227,8 @@ fn choice(choice: Option<Choice>) -> (ToolChoice, bool) {
 
 /// The conversation in OpenAI's shape.
 fn messages(system: Option<Content>, messages: Vec<Message>) -> Result<Vec<Json>, ApiError> {
-    if messages.last().is_none_or(|last| last.role == Role::Assistant) {
-        let message = "messages: the last one must be the user's; an answer cannot be begun for the model";
-        return Err(ApiError::field("messages", message));
+    if !messages.iter().any(|message| message.role == Role::User) {
+        return Err(ApiError::field("messages", "messages: there must be one of the user's"));
     }
     let mut out = Vec::new();
     if let Some(system) = system {

@@ -124,8 +124,8 @@ fn what_makes_no_sense_is_refused() {
     let said = |content: Json| json!({"messages": [{"role": "user", "content": content}]});
     let result = |content: Json| json!([{"type": "tool_result", "tool_use_id": "a", "content": content}]);
     for (body, word) in [
-        (json!({"messages": []}), "last one"),
-        (json!({"messages": [{"role": "assistant", "content": "The answer is ("}]}), "last one"),
+        (json!({"messages": []}), "one of the user's"),
+        (json!({"messages": [{"role": "assistant", "content": "The answer is ("}]}), "one of the user's"),
         (json!({"messages": [{"role": "tool", "content": "x"}]}), "unknown variant `tool`"),
         (said(json!([{"type": "image", "source": {}}])), "unknown variant `image`"),
         (said(json!([{"type": "thinking", "thinking": "x"}])), "text and tool results"),

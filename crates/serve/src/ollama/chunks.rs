@@ -7,9 +7,19 @@ use serde_json::{Map, Value as Json, json};
 use crate::id::{rfc3339, unix_seconds};
 use crate::turn::{Delta, Reason, Reply, TurnUsage};
 
+/// Where an answer's text stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Form {
+    /// In a message.
+    Chat,
+    /// In the line itself.
+    Generate,
+}
+
 /// Turns the course of an answer into lines. A call is told when it is complete.
 #[derive(Debug)]
 pub(super) struct Chunks {
+    form: Form,
     model: String,
     asked: Instant,
     /// The call that is being told: its name, and its arguments so far.
@@ -19,8 +29,8 @@ pub(super) struct Chunks {
 
 impl Chunks {
     /// For an answer that was asked for at this time.
-    pub(super) fn new(model: String, asked: Instant) -> Self {
-        Self { model, asked, call: None, ended: false }
+    pub(super) fn new(form: Form, model: String, asked: Instant) -> Self {
+        Self { form, model, asked, call: None, ended: false }
     }
 
     /// The lines of a step. What comes after the end has none.
@@ -81,9 +91,28 @@ impl Chunks {
         }
     }
 
-    fn said(&self, message: Json) -> Json {
+    fn said(&self, mut message: Json) -> Json {
         let now = rfc3339(unix_seconds());
-        json!({"model": self.model, "created_at": now, "message": message, "done": false})
+        let mut line = json!({"model": self.model, "created_at": now});
+        match self.form {
+            Form::Chat => line["message"] = message,
+            Form::Generate => {
+                line["response"] = message["content"].take();
+                if let Some(thinking) = message.get_mut("thinking") {
+                    line["thinking"] = thinking.take();
+                }
+            }
+        }
+        line["done"] = false.into();
+        line
+    }
+
+    /// The answer to who wanted the model loaded, and nothing said.
+    pub(super) fn loaded(&self) -> Json {
+        let mut line = self.said(json!({"role": "assistant", "content": ""}));
+        line["done"] = true.into();
+        line["done_reason"] = "load".into();
+        line
     }
 
     fn done(&self, message: Json, reason: &Reason, TurnUsage { job, .. }: &TurnUsage) -> Json {

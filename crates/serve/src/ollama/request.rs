@@ -20,6 +20,22 @@ pub(super) struct ChatRequest {
     think: Option<Think>,
 }
 
+/// Body of `POST /api/generate`. Templates and contexts of the request's own are passed over.
+#[derive(Debug, Deserialize)]
+pub(super) struct GenerateRequest {
+    model: String,
+    prompt: Option<String>,
+    system: Option<String>,
+    suffix: Option<String>,
+    images: Option<Vec<Json>>,
+    /// The prompt stands for itself.
+    raw: Option<bool>,
+    stream: Option<bool>,
+    format: Option<Json>,
+    options: Option<Options>,
+    think: Option<Think>,
+}
+
 /// Body of `POST /api/show`.
 #[derive(Debug, Deserialize)]
 pub(super) struct ShowRequest {
@@ -124,36 +140,87 @@ impl ChatRequest {
     /// # Errors
     /// Names the field that makes no sense.
     pub(super) fn turn(self) -> Result<Turn, ApiError> {
-        let options = self.options.unwrap_or_default();
         let tools = self.tools.unwrap_or_default().into_iter().map(|tool| tool.function.tool());
         let tools = tools.collect::<Result<Vec<Tool>, ApiError>>()?;
-        Ok(Turn {
-            input: TurnInput::Chat { messages: messages(self.messages)?, tools },
-            format: format(self.format)?,
-            sampling: SamplingOverrides {
-                temperature: options.temperature,
-                top_p: options.top_p,
-                top_k: options.top_k,
-                min_p: options.min_p,
-                repetition_penalty: options.repeat_penalty,
-                presence_penalty: options.presence_penalty,
-                frequency_penalty: options.frequency_penalty,
-                // Below 0 is any.
-                seed: options.seed.filter(|&seed| seed >= 0),
-                ..SamplingOverrides::default()
-            },
-            stop: options.stop.unwrap_or_default(),
-            // Below 0 is as many as there is room for.
-            max_tokens: options.num_predict.and_then(|most| usize::try_from(most).ok()),
-            cut_to_fit: true,
-            thinking: self.think.map(|think| !matches!(think, Think::Flag(false))),
-            template: self.think.and_then(Think::effort).map(effort).unwrap_or_default(),
-            parallel_tool_calls: true,
-            n: 1,
-            model: untagged(&self.model).to_owned(),
-            ..Turn::default()
-        })
+        let messages = messages(self.messages)?;
+        // What the model is to go on from.
+        let continues = messages.last().is_some_and(|last| {
+            last["role"] == "assistant" && last["content"] != "" && last["tool_calls"].is_null()
+        });
+        let turn = turn(&self.model, self.options, self.think, self.format)?;
+        Ok(Turn { input: TurnInput::Chat { messages, tools }, continues, ..turn })
     }
+}
+
+impl GenerateRequest {
+    /// Whether the answer is wanted piece by piece: unless it is said otherwise.
+    pub(super) fn streams(&self) -> bool {
+        self.stream.unwrap_or(true)
+    }
+
+    /// The model's name, if it is only to be loaded.
+    pub(super) fn loads(&self) -> Option<&str> {
+        let says = self.prompt.as_ref().is_some_and(|prompt| !prompt.is_empty());
+        (!says).then(|| untagged(&self.model))
+    }
+
+    /// The same in the words that all APIs share.
+    ///
+    /// # Errors
+    /// Names the field that makes no sense.
+    pub(super) fn turn(self) -> Result<Turn, ApiError> {
+        if self.images.is_some_and(|images| !images.is_empty()) {
+            return Err(ApiError::field("images", "images are not supported"));
+        }
+        if self.suffix.is_some_and(|suffix| !suffix.is_empty()) {
+            return Err(ApiError::field("suffix", "suffix is not supported"));
+        }
+        let prompt = self.prompt.unwrap_or_default();
+        let input = if self.raw.unwrap_or(false) {
+            TurnInput::Text(prompt)
+        } else {
+            let system = self.system.filter(|system| !system.is_empty());
+            let system = system.map(|system| json!({"role": "system", "content": system}));
+            let asked = json!({"role": "user", "content": prompt});
+            TurnInput::Chat { messages: system.into_iter().chain([asked]).collect(), tools: Vec::new() }
+        };
+        Ok(Turn { input, ..turn(&self.model, self.options, self.think, self.format)? })
+    }
+}
+
+/// What both kinds of requests have in common, without an input.
+fn turn(
+    model: &str,
+    options: Option<Options>,
+    think: Option<Think>,
+    format: Option<Json>,
+) -> Result<Turn, ApiError> {
+    let options = options.unwrap_or_default();
+    Ok(Turn {
+        format: self::format(format)?,
+        sampling: SamplingOverrides {
+            temperature: options.temperature,
+            top_p: options.top_p,
+            top_k: options.top_k,
+            min_p: options.min_p,
+            repetition_penalty: options.repeat_penalty,
+            presence_penalty: options.presence_penalty,
+            frequency_penalty: options.frequency_penalty,
+            // Below 0 is any.
+            seed: options.seed.filter(|&seed| seed >= 0),
+            ..SamplingOverrides::default()
+        },
+        stop: options.stop.unwrap_or_default(),
+        // Below 0 is as many as there is room for.
+        max_tokens: options.num_predict.and_then(|most| usize::try_from(most).ok()),
+        cut_to_fit: true,
+        thinking: think.map(|think| !matches!(think, Think::Flag(false))),
+        template: think.and_then(Think::effort).map(effort).unwrap_or_default(),
+        parallel_tool_calls: true,
+        n: 1,
+        model: untagged(model).to_owned(),
+        ..Turn::default()
+    })
 }
 
 impl ShowRequest {

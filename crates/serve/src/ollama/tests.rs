@@ -3,8 +3,8 @@ use std::time::{Duration, Instant};
 use proptest::prelude::*;
 use serde_json::{Value as Json, json};
 
-use super::chunks::Chunks;
-use super::request::{ChatRequest, ShowRequest};
+use super::chunks::{Chunks, Form};
+use super::request::{ChatRequest, GenerateRequest, ShowRequest};
 use crate::error::ApiError;
 use crate::turn::{Delta, Format, Reason, Reply, ReplyCall, Turn, TurnInput, TurnUsage};
 
@@ -133,7 +133,7 @@ fn said(choice: &str) -> Delta {
 
 #[test]
 fn an_answer_is_told_line_by_line_and_a_call_at_once() {
-    let mut chunks = Chunks::new("m".to_owned(), Instant::now());
+    let mut chunks = Chunks::new(Form::Chat, "m".to_owned(), Instant::now());
     let argument =
         |fragment: &str| Delta::ToolArguments { choice: 0, index: 0, fragment: fragment.to_owned() };
     let deltas = [
@@ -174,7 +174,7 @@ fn an_answer_in_one_piece_has_all_of_it() {
         usage: usage(),
         ..Reply::default()
     };
-    let whole = Chunks::new("m".to_owned(), Instant::now()).whole(reply);
+    let whole = Chunks::new(Form::Chat, "m".to_owned(), Instant::now()).whole(reply);
     assert_eq!(
         whole["message"],
         json!({
@@ -185,10 +185,62 @@ fn an_answer_in_one_piece_has_all_of_it() {
     assert_eq!((&whole["done"], &whole["done_reason"]), (&json!(true), &json!("length")));
 }
 
+#[test]
+fn a_prompt_alone_is_a_conversation_unless_it_is_raw() {
+    let generate = |body: Json| serde_json::from_value::<GenerateRequest>(body).unwrap();
+    let turn = generate(json!({"model": "m:latest", "prompt": "Hi", "system": "Be brief."})).turn().unwrap();
+    let TurnInput::Chat { messages, .. } = turn.input else { panic!("no chat") };
+    let [system, user] =
+        [("system", "Be brief."), ("user", "Hi")].map(|(r, c)| json!({"role": r, "content": c}));
+    assert_eq!((messages, turn.model.as_str()), (vec![system, user], "m"));
+    let raw =
+        generate(json!({"model": "m", "prompt": "Hi", "raw": true, "options": {"seed": 3}})).turn().unwrap();
+    assert!(matches!(&raw.input, TurnInput::Text(text) if text == "Hi"));
+    assert_eq!(raw.sampling.seed, Some(3));
+    assert_eq!(generate(json!({"model": "m:latest", "prompt": ""})).loads(), Some("m"));
+    assert_eq!(generate(json!({"model": "m", "prompt": "x"})).loads(), None);
+    for (field, value) in [("images", json!(["aGk="])), ("suffix", json!("x")), ("format", json!("xml"))] {
+        let mut body = json!({"model": "m", "prompt": "x"});
+        body[field] = value;
+        assert_eq!(generate(body).turn().unwrap_err().param.as_deref(), Some(field));
+    }
+}
+
+#[test]
+fn the_models_own_words_at_the_end_are_gone_on_from() {
+    let said = |last: Json| json!({"messages": [{"role": "user", "content": "Count."}, last]});
+    assert!(turn(said(json!({"role": "assistant", "content": "One, t"}))).unwrap().continues);
+    let call = json!({"function": {"name": "f"}});
+    for last in [
+        json!({"role": "assistant", "content": ""}),
+        json!({"role": "assistant", "content": "I look.", "tool_calls": [call]}),
+        json!({"role": "user", "content": "x"}),
+    ] {
+        assert!(!turn(said(last)).unwrap().continues);
+    }
+}
+
+#[test]
+fn lines_of_a_prompts_answer_have_its_text_themselves() {
+    let mut chunks = Chunks::new(Form::Generate, "m".to_owned(), Instant::now());
+    let deltas = [
+        Delta::Reasoning { choice: 0, text: "Hm".to_owned() },
+        said("I look."),
+        Delta::End { choice: 0, reason: Reason::Stop, usage: usage() },
+    ];
+    let got: Vec<Json> = deltas.into_iter().flat_map(|delta| chunks.push(delta)).map(timeless).collect();
+    assert_eq!(got[0], json!({"model": "m", "response": "", "thinking": "Hm", "done": false}));
+    assert_eq!(got[1], json!({"model": "m", "response": "I look.", "done": false}));
+    assert_eq!(
+        (&got[2]["response"], &got[2]["done"], &got[2]["eval_count"]),
+        (&json!(""), &json!(true), &json!(9))
+    );
+}
+
 proptest! {
     #[test]
     fn any_course_ends_once(kinds in prop::collection::vec(0..6u8, 0..30)) {
-        let mut chunks = Chunks::new("m".to_owned(), Instant::now());
+        let mut chunks = Chunks::new(Form::Chat, "m".to_owned(), Instant::now());
         let mut over = false;
         let mut begun = 0;
         let mut told = 0;

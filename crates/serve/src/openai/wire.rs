@@ -87,6 +87,7 @@ request! {
         max_completion_tokens: Option<usize>,
         reasoning_effort: Option<String>,
         chat_template_kwargs: Option<Map<String, Json>>,
+        continue_final_message: Option<bool>,
     }
 }
 
@@ -195,6 +196,7 @@ impl ChatRequest {
         let tools = tools.into_iter().enumerate().map(|(index, tool)| tool.checked(index));
         let tools = tools.collect::<Result<Vec<Tool>, ApiError>>()?;
         turn.input = TurnInput::Chat { messages: self.messages, tools };
+        turn.continues = self.continue_final_message.unwrap_or(false);
         turn.tool_choice = match self.tool_choice {
             None | Some(ToolChoiceWire::Mode(ToolMode::Auto)) => ToolChoice::Auto,
             Some(ToolChoiceWire::Mode(ToolMode::None)) => ToolChoice::None,

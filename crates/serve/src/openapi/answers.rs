@@ -119,6 +119,27 @@ pub(super) fn schemas() -> Map<String, Value> {
         }))}})),
     );
     add(
+        "OllamaRunning",
+        closed(json!({"models": {"type": "array", "items": closed(json!({
+            "name": text, "model": text, "size": whole, "size_vram": whole, "digest": text,
+            "context_length": whole, "details": details,
+        }))}})),
+    );
+    add(
+        "OllamaGenerate",
+        json!({
+            "type": "object",
+            "required": ["model", "created_at", "response", "done", "done_reason"],
+            "properties": {
+                "model": text, "created_at": time, "response": text, "thinking": text,
+                "done": {"const": true}, "done_reason": {"enum": ["stop", "length", "load"]},
+                "total_duration": whole, "load_duration": whole,
+                "prompt_eval_count": whole, "prompt_eval_duration": whole,
+                "eval_count": whole, "eval_duration": whole,
+            },
+        }),
+    );
+    add(
         "OllamaModel",
         open(json!({
             "modified_at": time,

@@ -56,6 +56,7 @@ pub(super) fn schemas() -> Map<String, Value> {
         }),
     );
     add("OllamaChatRequest", ollama_chat());
+    add("OllamaGenerateRequest", ollama_generate());
     add(
         "OllamaShowRequest",
         json!({
@@ -204,6 +205,10 @@ fn chat() -> Value {
     add("max_completion_tokens", tokens());
     add("reasoning_effort", nullable("string"));
     add(
+        "continue_final_message",
+        json!({"type": ["boolean", "null"], "description": "The answer goes on from the last message"}),
+    );
+    add(
         "chat_template_kwargs",
         json!({
             "type": ["object", "null"],
@@ -287,7 +292,7 @@ fn message(required: &[&str]) -> Value {
             "type": "array",
             "minItems": 1,
             "items": {"$ref": "#/components/schemas/AnthropicMessage"},
-            "description": "The last one is the user's",
+            "description": "If the last one is the assistant's, the answer goes on from it",
         }),
     );
     add(
@@ -446,14 +451,28 @@ fn ollama_chat() -> Value {
                 },
             },
             "stream": nullable("boolean"),
-            "format": {"anyOf": [{"enum": ["json", "", null]}, {"type": "object"}]},
-            "think": {"anyOf": [nullable("boolean"), {"enum": ["low", "medium", "high"]}]},
+            "format": ollama_format(),
+            "think": ollama_think(),
             "tools": {
                 "type": ["array", "null"],
                 "maxItems": MAX_TOOLS,
                 "items": {"type": "object", "required": ["function"], "properties": {"function": function}},
             },
-            "options": {
+            "options": ollama_options(),
+        },
+    })
+}
+
+fn ollama_format() -> Value {
+    json!({"anyOf": [{"enum": ["json", "", null]}, {"type": "object"}]})
+}
+
+fn ollama_think() -> Value {
+    json!({"anyOf": [nullable("boolean"), {"enum": ["low", "medium", "high"]}]})
+}
+
+fn ollama_options() -> Value {
+    json!({
                 "type": ["object", "null"],
                 "properties": {
                     "num_predict": {
@@ -470,7 +489,25 @@ fn ollama_chat() -> Value {
                     "presence_penalty": number(-2.0, 2.0),
                     "frequency_penalty": number(-2.0, 2.0),
                 },
-            },
+    })
+}
+
+/// Ollama's request of one answer to one prompt.
+fn ollama_generate() -> Value {
+    json!({
+        "type": "object",
+        "required": ["model"],
+        "properties": {
+            "model": {"type": "string"},
+            "prompt": {"type": ["string", "null"], "description": "Without one, the model is only loaded"},
+            "system": nullable("string"),
+            "suffix": {"type": ["string", "null"], "maxLength": 0},
+            "images": {"type": ["array", "null"], "maxItems": 0},
+            "raw": {"type": ["boolean", "null"], "description": "The prompt stands for itself, without a template"},
+            "stream": nullable("boolean"),
+            "format": ollama_format(),
+            "think": ollama_think(),
+            "options": ollama_options(),
         },
     })
 }

@@ -3,6 +3,8 @@
 use smoe_engine::Constraint;
 use smoe_text::{Detokeniser, Tokenizer};
 
+use super::follow::Follower;
+
 /// Where an answer's reasoning stands.
 enum Reasoning {
     /// It may begin with the next token, which is the first and has this id.
@@ -15,7 +17,7 @@ enum Reasoning {
 
 /// Binds an answer to a form; its reasoning is free, but for its end, which has to come.
 pub(super) struct Bound {
-    inner: smoe_text::Constraint,
+    inner: Follower,
     reasoning: Reasoning,
     tokenizer: Tokenizer,
     close: String,
@@ -29,7 +31,7 @@ impl Bound {
     /// Binds the answer from its first token on, or from the end of its reasoning, which stands between
     /// `reasoning`'s markers: it may be open already, or perhaps opened.
     pub(super) fn new(
-        inner: smoe_text::Constraint,
+        inner: Follower,
         tokenizer: &Tokenizer,
         vocab_size: usize,
         end_tokens: &[u32],
@@ -68,12 +70,11 @@ impl Bound {
 
 impl Constraint for Bound {
     fn mask(&mut self) -> Result<&[u32], String> {
-        let says = |error: smoe_text::TextError| error.to_string();
         match &self.reasoning {
-            Reasoning::Over => self.inner.mask().map_err(says),
+            Reasoning::Over => self.inner.mask(),
             Reasoning::On { .. } => Ok(&self.free),
             Reasoning::May { open } => {
-                let mut mask = self.inner.mask().map_err(says)?.to_vec();
+                let mut mask = self.inner.mask()?.to_vec();
                 if let Some(word) = mask.get_mut(*open as usize / 32) {
                     *word |= 1 << (open % 32);
                 }
@@ -103,7 +104,7 @@ impl Constraint for Bound {
             }
             Reasoning::May { .. } | Reasoning::Over => {
                 self.reasoning = Reasoning::Over;
-                self.inner.accept(token).map_err(|error| error.to_string())
+                self.inner.accept(token)
             }
         }
     }

@@ -8,6 +8,7 @@ use smoe_text::{
 };
 
 use super::bound::Bound;
+use super::follow::Follower;
 use super::{Format, SamplingOverrides, Tool, ToolChoice, Turn, TurnInput};
 use crate::error::ApiError;
 use crate::id;
@@ -135,19 +136,43 @@ fn render(model: &Model, turn: &Turn, messages: &[Json], tools: &[Tool]) -> Resu
     let mut input = TemplateInput {
         messages: Json::Array(messages),
         tools: (!tools.is_empty()).then_some(Json::Array(tools)),
-        add_generation_prompt: true,
+        add_generation_prompt: !turn.continues,
         bos_token: model.text().bos_token.clone(),
         eos_token: model.text().eos_token.clone(),
         extra,
         now: None,
     };
-    match template.render(&input) {
+    let text = match template.render(&input) {
         // Most templates want the arguments of calls as objects, some as the text that the API has.
         Err(TextError::TemplateFailed { .. }) if with_textual_arguments(&mut input.messages) => {
-            Ok(template.render(&input)?)
+            template.render(&input)?
         }
-        rendered => Ok(rendered?),
+        rendered => rendered?,
+    };
+    if turn.continues { Ok(cut_open(text, &input.messages)?) } else { Ok(text) }
+}
+
+/// Cuts a conversation off behind the last message's text, so that the model goes on from there.
+fn cut_open(mut text: String, messages: &Json) -> Result<String, ApiError> {
+    let last = messages.as_array().and_then(|messages| messages.last());
+    let said = last.filter(|last| last["role"] == "assistant" && last["tool_calls"].is_null());
+    let said = said.and_then(|last| last["content"].as_str()).unwrap_or_default();
+    if said.trim().is_empty() {
+        let message =
+            "only a last message of the role `assistant` with a text, and no calls, can be continued";
+        return Err(ApiError::field("messages", message));
     }
+    // Many templates take blanks off its ends.
+    let end = [said, said.trim_start(), said.trim_end(), said.trim()]
+        .into_iter()
+        .find_map(|said| text.rfind(said).map(|at| at + said.len()));
+    let Some(end) = end else {
+        let message =
+            "this model's chat template changes the last message's text, so that it cannot be continued";
+        return Err(ApiError::field("messages", message));
+    };
+    text.truncate(end);
+    Ok(text)
 }
 
 /// Checks messages and leaves what templates know: contents as text, arguments as objects.
@@ -313,6 +338,8 @@ fn constraints(model: &Model, turn: &Turn, tools: &[Tool], tail: &str) -> Result
         .map(|_| {
             let inner = Constraint::new(vocabulary, &shape, &GrammarLimits::default())
                 .map_err(|error| ApiError::from(error).at(field))?;
+            let inner = Follower::new(inner)
+                .map_err(|error| ApiError::internal(format!("no thread for the answer's form: {error}")))?;
             let ends = &model.text().end_tokens;
             Ok(Bound::new(inner, tokenizer, model.vocab_size(), ends, reasoning, open))
         })

@@ -5,12 +5,13 @@ use std::sync::Arc;
 
 use smoe_engine::{Ended, Event, Finish, Sink};
 use smoe_text::{Detokeniser, ReplyEvent, ReplyParser, StopMatcher, Tokenizer};
-use tokio::sync::mpsc::UnboundedSender;
 
+use super::outbox::Teller;
 use super::prompt::Prepared;
 use super::told::Told;
 use super::{Delta, Phase, Reason, TokenLogprob, TokenText, Turn, TurnInput, TurnUsage};
 use crate::error::ApiError;
+use crate::fleet::Place;
 use crate::id;
 use crate::model::Lease;
 use crate::tally::Tally;
@@ -18,7 +19,9 @@ use crate::tally::Tally;
 /// Hears the tokens of a job and tells the client's side what they mean.
 pub(super) struct Voice {
     choice: usize,
-    tell: UnboundedSender<Delta>,
+    /// Given back before the end is told: who asks again then finds it free.
+    place: Option<Place>,
+    tell: Teller,
     tally: Arc<Tally>,
     /// Keeps the model until the job is over.
     lease: Lease,
@@ -44,10 +47,11 @@ pub(super) struct Voice {
 impl Voice {
     pub(super) fn new(
         choice: usize,
+        place: Place,
         lease: Lease,
         turn: &Turn,
         prepared: &Prepared,
-        tell: UnboundedSender<Delta>,
+        tell: Teller,
         tally: &Arc<Tally>,
     ) -> Self {
         let chat = matches!(turn.input, TurnInput::Chat { .. });
@@ -59,6 +63,7 @@ impl Voice {
         let in_reasoning = chat && opened.is_some_and(|open| prepared.tail.trim_end().ends_with(open));
         Self {
             choice,
+            place: Some(place),
             tell,
             tally: tally.clone(),
             progress: turn.progress,
@@ -79,7 +84,7 @@ impl Voice {
     }
 
     fn say(&mut self, delta: Delta) {
-        self.gone |= self.tell.send(delta).is_err();
+        self.gone |= !self.tell.tell(delta);
     }
 
     fn token(&mut self, id: u32, logprob: Option<f32>, top: &[(u32, f32)]) {
@@ -181,6 +186,7 @@ impl Voice {
         }
         let usage = TurnUsage { job: ended.usage, reasoning: self.reasoning };
         self.tally.answered(&ended.usage);
+        self.place = None;
         let called = self.parser.as_ref().is_some_and(ReplyParser::saw_tool_call);
         let reason = match (ended.result, self.ended.take()) {
             (Err(error), _) => return self.say(Delta::Error(ApiError::from(error))),

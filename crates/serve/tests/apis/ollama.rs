@@ -77,3 +77,22 @@ async fn errors_have_ollamas_shape() {
     assert_eq!(wrong.status, 400);
     assert!(wrong.json()["error"].as_str().unwrap().starts_with("options.temperature"), "{}", wrong.body);
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_prompt_is_answered_and_an_empty_one_loads_the_model() {
+    let site = Site::new().await;
+    assert_eq!(site.get("/api/ps").await.ok(), json!({"models": []}));
+    let loaded = site.post("/api/generate", &json!({"model": "tiny", "prompt": ""})).await.ok();
+    assert_eq!((&loaded["response"], &loaded["done_reason"]), (&json!(""), &json!("load")));
+    let running = site.get("/api/ps").await.ok();
+    assert_eq!(running["models"][0]["model"], "tiny");
+    assert!(running["models"][0]["context_length"].as_u64() > Some(0));
+    let body = json!({"model": "tiny", "prompt": "SAY:hä?"});
+    let reply = site.post("/api/generate", &body).await;
+    let lines: Vec<Json> = reply.body.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let text: String = lines.iter().filter_map(|line| line["response"].as_str()).collect();
+    assert_eq!((text.as_str(), &lines.last().unwrap()["done_reason"]), ("hä?", &json!("stop")));
+    // A raw prompt is continued as it stands: backwards, by this model.
+    let raw = json!({"model": "tiny", "prompt": "abc", "raw": true, "stream": false});
+    assert_eq!(site.post("/api/generate", &raw).await.ok()["response"], "cba");
+}

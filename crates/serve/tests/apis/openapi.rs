@@ -51,6 +51,7 @@ async fn what_the_document_forbids_is_refused() {
         ("/v1/messages", json!({"model": "tiny", "messages": said, "max_tokens": 5})),
         ("/v1/messages/count_tokens", json!({"model": "tiny", "messages": said})),
         ("/api/chat", json!({"model": "tiny", "messages": said, "stream": false})),
+        ("/api/generate", json!({"model": "tiny", "prompt": "SAY:x", "stream": false})),
     ] {
         site.post(path, &body).await.ok();
         let content = &document["paths"][path]["post"]["requestBody"]["content"];

@@ -19,6 +19,9 @@ pub struct Fake {
     more: Condvar,
     pub max_running: usize,
     pub max_queued: usize,
+    pub warnings: Vec<String>,
+    /// Goes wrong with the next step.
+    pub trouble: Mutex<Option<EngineError>>,
     /// Jobs that are over, by their prompts, and how many tokens they said.
     pub ended: watch::Sender<Vec<(String, usize)>>,
     /// Tokens said in all.
@@ -34,6 +37,8 @@ impl Default for Fake {
             more: Condvar::new(),
             max_running: 4,
             max_queued: 4,
+            warnings: Vec::new(),
+            trouble: Mutex::new(None),
             ended: watch::Sender::new(Vec::new()),
             said: watch::Sender::new(0),
             loads: watch::Sender::new(0),
@@ -144,6 +149,10 @@ impl Driver for FakeMachine {
             Some(result) => job.end(&fake, result),
         });
         !self.running.is_empty() || !self.waiting.is_empty()
+    }
+
+    fn take_warning(&mut self) -> Option<EngineError> {
+        self.fake.trouble.lock().unwrap().take()
     }
 
     fn load(&self) -> Load {

@@ -54,7 +54,8 @@ pub struct Setup {
     pub config: Config,
     pub fake: Arc<Fake>,
     pub resident: usize,
-    pub max_waiting: usize,
+    /// As many as the scripted model's, unless it is said.
+    pub max_waiting: Option<usize>,
     pub vaults: Vec<(&'static str, &'static str)>,
     /// Instead of the scripted model.
     pub start: Option<Start>,
@@ -68,7 +69,7 @@ impl Default for Setup {
             config: Config { port: 0, ..Config::default() },
             fake: Arc::default(),
             resident: 1,
-            max_waiting: 8,
+            max_waiting: None,
             vaults: vec![("tiny", TOOLS)],
             start: None,
             paths: Vec::new(),
@@ -93,6 +94,7 @@ impl Site {
 
     pub async fn with(setup: Setup) -> Self {
         let Setup { config, fake, resident, max_waiting, vaults, start, mut paths } = setup;
+        let max_waiting = max_waiting.unwrap_or(fake.max_queued);
         let directory = tempfile::tempdir().unwrap();
         for (name, template) in vaults {
             tiny_vault(&directory.path().join(name), template);
@@ -163,6 +165,6 @@ pub fn scripted(fake: Arc<Fake>) -> Start {
         }
         progress(1, 2);
         fake.loads.send_modify(|loads| *loads += 1);
-        Ok(Opened { machine: fake.machine(), meters: None, info: None })
+        Ok(Opened { machine: fake.machine(), meters: None, info: None, warnings: fake.warnings.clone() })
     })
 }

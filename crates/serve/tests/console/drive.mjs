@@ -1,7 +1,10 @@
 // Drives the console in a real browser, by keyboard and pointer, and says what does not hold.
 //
 //   npm ci && node drive.mjs                     against mock.mjs
-//   BASE_URL=http://127.0.0.1:8000 node drive.mjs    against a real server: only what holds for any model
+//   BASE_URL=http://127.0.0.1:8000 node drive.mjs    against a real server: what holds for any model
+//
+// A real model has to be slow enough to be watched (20 to 100 tokens a second) and talk for some hundred tokens: what
+// `.ci/serve` makes and serves is. Checks that need certain answers are left to the mock, and that is said.
 //
 // CHROMIUM names the browser (default /usr/bin/chromium); SHOTS a folder for pictures of each look; ONLY a part of
 // the name of the checks to run.
@@ -51,6 +54,12 @@ const lengthOf = async (page) => (await prose(page).textContent()).length;
 async function grows(page, from = 0) {
   await page.waitForFunction((n) => [...document.querySelectorAll(".bot > .prose")].at(-1)?.textContent.length > n, from);
   return lengthOf(page);
+}
+/** Answers that the server is at work on. */
+async function running() {
+  if (mock) return mock.state.running;
+  const text = await (await fetch(`${base}/metrics`)).text();
+  return [...text.matchAll(/^smoe_jobs_(?:running|queued)\{.*\} (\d+)$/gm)].reduce((sum, [, n]) => sum + Number(n), 0);
 }
 const shoot = async (page, name) => {
   if (!shots) return;
@@ -129,7 +138,7 @@ const forAny = {
     await ask(page, "Write a long list of rivers, one a line. long", false);
     await page.waitForSelector("#state.run");
     await page.waitForFunction(() => /tok\/s/.test(document.querySelector("#t-rate b").textContent));
-    await page.waitForFunction(() => document.querySelectorAll("#budget .legend li").length === 8);
+    await page.waitForFunction(() => document.querySelectorAll("#budget .legend li").length >= 8);
     await page.waitForFunction(() => Number(document.querySelector("#memory .meter").getAttribute("aria-valuenow")) > 0);
     const glowing = await page.waitForFunction(() => {
       const canvas = document.querySelector("#atlas canvas");
@@ -142,6 +151,42 @@ const forAny = {
     assert.match(await page.textContent("#atlas-text"), /layers of \d+ experts/);
     await page.keyboard.press("Escape");
     await idle(page);
+  },
+
+  async "a stopped answer's job ends"({ page }) {
+    await ask(page, "Tell me everything about bridges. long", false);
+    await grows(page);
+    assert.ok(await running() > 0, "a job runs");
+    await page.click("#send");
+    await idle(page);
+    const end = Date.now() + patience;
+    while (await running() > 0) assert.ok(Date.now() < end, "the job goes on");
+  },
+
+  async "two conversations can be answered at once"({ page }) {
+    await ask(page, "The first long tale", false);
+    await grows(page);
+    await page.keyboard.press("Control+k");
+    await ask(page, "The second long tale", false);
+    await grows(page);
+    assert.equal(await page.locator("#chats .live").count(), 2);
+    await page.keyboard.press("Escape");
+    await idle(page);
+    assert.equal(await page.locator("#chats .live").count(), 1);
+    await page.click('#chats .chat:has-text("The first")');
+    const n = await lengthOf(page);
+    await grows(page, n);
+    await page.keyboard.press("Escape");
+    await idle(page);
+  },
+
+  async "a full storage loses nothing of this tab"({ page }) {
+    await page.evaluate(() => { Storage.prototype.setItem = () => { throw new DOMException("full", "QuotaExceededError"); }; });
+    await ask(page, "kept in memory");
+    assert.match(await page.textContent("#toasts"), /storage is full/);
+    await page.keyboard.press("Control+k");
+    await page.click('#chats .chat:has-text("kept in memory")');
+    assert.equal(await page.textContent(".user .bubble"), "kept in memory");
   },
 
   async "everything can be reached by keyboard alone"({ page }) {
@@ -363,15 +408,6 @@ const forMock = {
     assert.match(await page.locator(".note.bad").last().textContent(), /ended before/);
   },
 
-  async "a full storage loses nothing of this tab"({ page }) {
-    await page.evaluate(() => { Storage.prototype.setItem = () => { throw new DOMException("full", "QuotaExceededError"); }; });
-    await ask(page, "kept in memory");
-    assert.match(await page.textContent("#toasts"), /storage is full/);
-    await page.keyboard.press("Control+k");
-    await page.click('#chats .chat:has-text("kept in memory")');
-    assert.equal(await page.textContent(".user .bubble"), "kept in memory");
-  },
-
   async "a key is asked for only when the server wants one"({ page }) {
     assert.equal(await page.locator("dialog").count(), 0);
     mock.state.key = "sesame";
@@ -385,20 +421,6 @@ const forMock = {
     } finally {
       mock.state.key = null;
     }
-  },
-
-  async "two conversations can be answered at once"({ page }) {
-    await ask(page, "long one", false);
-    await grows(page);
-    await page.keyboard.press("Control+k");
-    await ask(page, "a second");
-    assert.match(await prose(page).textContent(), /You said: a second/);
-    assert.equal(await page.locator("#chats .live").count(), 1);
-    await page.click('#chats .chat:has-text("long one")');
-    const n = await lengthOf(page);
-    await grows(page, n);
-    await page.keyboard.press("Escape");
-    await idle(page);
   },
 };
 
@@ -439,7 +461,7 @@ const looks = {
       await shoot(page, `${name}-streaming`);
       if (name.startsWith("phone")) {
         await page.click("#open-panel");
-        await page.waitForFunction(() => document.querySelectorAll("#budget .legend li").length === 8);
+        await page.waitForFunction(() => document.querySelectorAll("#budget .legend li").length >= 8);
         await shoot(page, `${name}-panel`);
         await page.click("#shut-panel");
         await page.click("#open-side");
@@ -471,10 +493,15 @@ const looks = {
   },
 };
 
+const needsMock = new Set([...Object.values(forMock), looks["pictures of each look"]]);
 let failed = 0;
 const only = process.env.ONLY ?? "";
-for (const [name, check] of [...Object.entries(forAny), ...(real ? [] : Object.entries(forMock)), ...Object.entries(looks)]) {
-  if (!name.includes(only) || (name.startsWith("pictures") && (!shots || real))) continue;
+for (const [name, check] of [...Object.entries(forAny), ...Object.entries(forMock), ...Object.entries(looks)]) {
+  if (!name.includes(only) || (name.startsWith("pictures") && !shots)) continue;
+  if (real && needsMock.has(check)) {
+    process.stdout.write(`mock  ${name}: needs certain answers\n`);
+    continue;
+  }
   let context = null;
   try {
     if (Object.values(looks).includes(check)) {
@@ -495,5 +522,5 @@ for (const [name, check] of [...Object.entries(forAny), ...(real ? [] : Object.e
 }
 await browser.close();
 mock?.close();
-process.stdout.write(failed ? `${failed} failed\n` : "all hold\n");
+process.stdout.write(failed ? `${failed} failed\n` : real ? "all hold that can be asked of any model\n" : "all hold\n");
 process.exit(failed ? 1 : 0);

@@ -378,3 +378,34 @@ async fn the_model_is_told_what_the_request_overrides() {
     let ended = site.fake.ended.borrow().clone();
     assert!(!ended[0].0.contains("</think>") && ended[1].0.ends_with("<think>\n\n</think>\n\n"), "{ended:?}");
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_answer_that_has_begun_is_gone_on_from() {
+    let site = Site::new().await;
+    let ask = async |last: Json, extra: Json| {
+        let mut body = chat("SAY:x", extra);
+        body["messages"] = json!([{"role": "user", "content": "Count."}, last]);
+        body["continue_final_message"] = true.into();
+        site.post("/v1/chat/completions", &body).await
+    };
+    // The prompt ends with what is to be continued: `SAY:` is then the model's own.
+    let begun = json!({"role": "assistant", "content": "One, SAY: two"});
+    let reply = ask(begun.clone(), json!({})).await.ok();
+    assert_eq!(text(&reply), " two");
+    for (last, extra) in [
+        (json!({"role": "user", "content": "x"}), json!({})),
+        (json!({"role": "assistant", "content": " "}), json!({})),
+        (json!({"role": "assistant", "content": null}), json!({})),
+        (begun, json!({"response_format": {"type": "json_object"}})),
+    ] {
+        let (status, _, param) = ask(last, extra).await.error();
+        assert_eq!((status, param.as_str()), (400, "messages"));
+    }
+    let messages =
+        json!([{"role": "user", "content": "Count."}, {"role": "assistant", "content": "SAY:two"}]);
+    let body = json!({"model": "tiny", "max_tokens": 9, "messages": messages});
+    let reply = site.post("/v1/messages", &body).await.ok();
+    assert_eq!(reply["content"], json!([{"type": "text", "text": "two"}]));
+    let body = json!({"model": "tiny", "stream": false, "messages": messages});
+    assert_eq!(site.post("/api/chat", &body).await.ok()["message"]["content"], "two");
+}

@@ -4,15 +4,17 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use serde_json::json;
-use smoe_engine::EngineError;
+use smoe_engine::{Driver, EngineError, Job, JobId, Load};
 use smoe_serve::Config;
-use smoe_serve::fleet::Start;
+use smoe_serve::fleet::{Opened, Start};
+use smoe_serve::runner::Machine;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
+use tokio::sync::watch;
 
 use crate::common::client::{self, open, request};
 use crate::common::fake::Fake;
-use crate::common::{Setup, Site, chat};
+use crate::common::{Setup, Site, chat, scripted};
 
 const CHAT: &str = "/v1/chat/completions";
 
@@ -184,13 +186,123 @@ async fn several_answers_are_queued_together_or_not_at_all() {
     let fake = Arc::new(Fake::narrow(1, 1, 1));
     let site = Site::with(Setup { fake: fake.clone(), ..Setup::default() }).await;
     let running = waiting_stream(&site).await;
-    assert_eq!(site.chat("SAY:x", json!({"n": 3})).await.error().0, 429);
+    for streamed in [true, false] {
+        let refused = site.chat("SAY:x", json!({"n": 2, "stream": streamed})).await;
+        assert_eq!(refused.error(), (429, "queue_full".into(), String::new()));
+        assert_eq!(refused.header("retry-after"), Some("2"));
+        // Nor will there ever be room for so many.
+        let refused = site.chat("SAY:x", json!({"n": 3, "stream": streamed})).await;
+        assert_eq!(refused.error(), (400, String::new(), "n".into()));
+    }
     fake.permit(100);
     running.rest().await;
-    // What had been queued of them has gone without a word.
-    let mut ended = fake.ended.subscribe();
-    let ended = ended.wait_for(|ended| ended.len() == 2).await.unwrap().clone();
-    assert!(ended.iter().any(|(prompt, said)| prompt.contains("SAY:x") && *said == 0), "{ended:?}");
+    // Nothing had been queued of them.
+    site.chat("SAY:x", json!({"n": 2})).await.ok();
+    let ended: Vec<String> = fake.ended.borrow().iter().map(|(prompt, _)| prompt.clone()).collect();
+    assert_eq!(ended.iter().filter(|prompt| prompt.contains("SAY:x")).count(), 2, "{ended:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn where_nobody_may_wait_a_free_model_answers_and_a_busy_one_refuses() {
+    let fake = Arc::new(Fake::narrow(1, 2, 0));
+    let site = Site::with(Setup { fake: fake.clone(), ..Setup::default() }).await;
+    let first = waiting_stream(&site).await;
+    let second = chat("SAY:b", json!({"stream": true})).to_string();
+    let second = open(site.address, "POST", CHAT, &[], second.as_bytes()).await;
+    for n in [1, 2] {
+        let refused = site.chat("SAY:c", json!({"stream": true, "n": n})).await;
+        assert_eq!(refused.error(), (429, "queue_full".into(), String::new()), "n = {n}");
+    }
+    fake.permit(1_000);
+    first.rest().await;
+    second.rest().await;
+    // The end of an answer is told when there is room again.
+    for _ in 0..50 {
+        site.chat("SAY:c", json!({"stream": true, "n": 2})).await.events();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_refusal_is_a_status_also_while_a_model_loads_for_longer_than_anyone_waits() {
+    let config = Config { patience: Duration::from_millis(1), ..config() };
+    for (max_queued, n) in [(2, 1), (0, 1), (0, 2)] {
+        let fake = Arc::new(Fake::narrow(1_000, 1, max_queued));
+        let (load, loading) = std::sync::mpsc::channel::<()>();
+        let (loading, scripted) = (Mutex::new(loading), scripted(fake.clone()));
+        let start: Start = Box::new(move |starting| {
+            // An error too: the test is over.
+            let _ = loading.lock().unwrap().recv();
+            scripted(starting)
+        });
+        let setup = Setup { fake, config: config.clone(), start: Some(start), ..Setup::default() };
+        let site = Site::with(setup).await;
+        let ask = |n| {
+            let (address, body) = (site.address, chat("SAY:x", json!({"stream": true, "n": n})).to_string());
+            async move { open(address, "POST", CHAT, &[], body.as_bytes()).await }
+        };
+        let (mut begun, mut unsure) = (Vec::new(), None);
+        if n == 1 {
+            for _ in 0..max_queued.max(1) {
+                begun.push(ask(1).await);
+            }
+        } else {
+            unsure = Some(tokio::spawn(ask(n)));
+            site.fleet.loading().wait_for(Option::is_some).await.unwrap();
+        }
+        assert_eq!(ask(1).await.rest().await.error().0, 429);
+        load.send(()).unwrap();
+        for stream in begun {
+            assert!(stream.rest().await.events().iter().all(|event| event["error"].is_null()));
+        }
+        if let Some(unsure) = unsure {
+            // More than it ever answers at once, which nobody could know before.
+            assert_eq!(unsure.await.unwrap().rest().await.error(), (400, String::new(), "n".into()));
+        }
+    }
+}
+
+/// Reads until the server closes.
+async fn all_of(mut stream: TcpStream) -> String {
+    let mut all = Vec::new();
+    // A connection that is reset is closed too.
+    let _ = stream.read_to_end(&mut all).await;
+    String::from_utf8(all).unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_client_that_shuts_its_sending_half_has_left() {
+    for streamed in [true, false] {
+        let fake = Arc::new(Fake::gated(2));
+        let site = Site::with(Setup { fake: fake.clone(), ..Setup::default() }).await;
+        let body = chat("SAY:abcdefgh", json!({"stream": streamed})).to_string();
+        let mut stream = TcpStream::connect(site.address).await.unwrap();
+        let head = format!("POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n", body.len());
+        stream.write_all((head + &body).as_bytes()).await.unwrap();
+        fake.said.subscribe().wait_for(|said| *said == 2).await.unwrap();
+        stream.shutdown().await.unwrap();
+        // What it is sent is never what looks complete.
+        let all = all_of(stream).await;
+        assert!(!all.contains("[DONE]") && !all.ends_with("0\r\n\r\n"), "{all}");
+        let mut ended = fake.ended.subscribe();
+        assert_eq!(ended.wait_for(|ended| ended.len() == 1).await.unwrap()[0].1, 2);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_a_model_goes_without_is_told() {
+    let mut fake = Fake::default();
+    fake.warnings.push("no file".to_owned());
+    let fake = Arc::new(fake);
+    let site = Site::with(Setup { fake: fake.clone(), ..Setup::default() }).await;
+    assert_eq!(site.get("/health").await.ok(), json!({"status": "ok"}));
+    site.chat("SAY:x", json!({})).await.ok();
+    assert_eq!(site.get("/health").await.ok(), json!({"status": "ok", "warnings": {"tiny": ["no file"]}}));
+    assert!(site.get("/metrics").await.body.contains("smoe_model_warnings{model=\"tiny\"} 1"));
+    // What goes wrong later is told too.
+    *fake.trouble.lock().unwrap() = Some(EngineError::EmptyPrompt);
+    site.chat("SAY:x", json!({})).await.ok();
+    let trouble = EngineError::EmptyPrompt.to_string();
+    assert_eq!(site.get("/health").await.ok()["warnings"]["tiny"], json!(["no file", trouble]));
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -255,6 +367,53 @@ async fn at_the_end_running_answers_may_finish() {
     assert!(reply.body.contains("\"finish_reason\":\"stop\""), "{}", reply.body);
     over.await.unwrap();
     assert_eq!(idle.read(&mut [0; 10]).await.unwrap_or(0), 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn at_the_end_nobody_waits_for_a_model_that_cannot_end() {
+    let (release, held) = std::sync::mpsc::channel::<()>();
+    let held = Mutex::new(Some(held));
+    let (fake, hung) = (Arc::new(Fake::default()), watch::Sender::new(false));
+    let start: Start = {
+        let (fake, hung) = (fake.clone(), hung.clone());
+        Box::new(move |_| {
+            let machine = Hanging(fake.machine(), held.lock().unwrap().take(), hung.clone());
+            Ok(Opened { machine: Box::new(machine), meters: None, info: None, warnings: Vec::new() })
+        })
+    };
+    let config = Config { grace: Duration::from_millis(50), ..config() };
+    let site = Site::with(Setup { fake, config, start: Some(start), ..Setup::default() }).await;
+    site.chat("SAY:x", json!({})).await.ok();
+    site.stop().await.unwrap();
+    assert!(*hung.subscribe().wait_for(|hung| *hung).await.unwrap(), "it ended while the model hung");
+    drop(release);
+}
+
+/// A model whose end waits for a disk that does not answer.
+struct Hanging(Box<dyn Machine>, Option<std::sync::mpsc::Receiver<()>>, watch::Sender<bool>);
+
+impl Machine for Hanging {}
+
+impl Driver for Hanging {
+    fn submit(&mut self, job: Job) -> Result<JobId, EngineError> {
+        self.0.submit(job)
+    }
+
+    fn step(&mut self) -> bool {
+        self.0.step()
+    }
+
+    fn load(&self) -> Load {
+        self.0.load()
+    }
+}
+
+impl Drop for Hanging {
+    fn drop(&mut self) {
+        self.2.send_replace(true);
+        // An error: the test is over.
+        let _ = self.1.take().map(|held| held.recv());
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

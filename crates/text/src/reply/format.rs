@@ -7,6 +7,7 @@ use super::envelope::Envelope;
 use super::harmony;
 use super::header::Header;
 use super::tagged::Tagged;
+use crate::tokenizer::Tokenizer;
 
 /// How a model writes reasoning and calls.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -133,6 +134,18 @@ impl ReplyFormat {
         let pair = pairs.into_iter().find(|(open, close)| has(open) && has(close));
         let reasoning = pair.map(|(open, close)| (open.to_owned(), close.to_owned()));
         ReplyFormat { tools, reasoning: reasoning.filter(|_| tools != ToolFormat::Harmony) }
+    }
+
+    /// Whether the markers of reasoning are special tokens: no part of the text of a detokeniser that skips those.
+    pub fn reasons_in_special_tokens(&self, tokenizer: &Tokenizer) -> bool {
+        let is_special = |marker: &str| {
+            let ids = tokenizer.encode(marker).unwrap_or_default();
+            ids.into_iter().any(|id| tokenizer.is_special(id))
+        };
+        match &self.reasoning {
+            Some((open, close)) => is_special(open) || is_special(close),
+            None => self.tools == ToolFormat::Harmony,
+        }
     }
 }
 

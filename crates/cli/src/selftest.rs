@@ -1,0 +1,328 @@
+//! `smoe selftest`: a device's kernels against the processor's, and a whole model on both.
+
+use crate::args::SelftestArgs;
+use crate::failure::Failure;
+
+/// Without GPUs in this build there is nothing to test.
+#[cfg(not(feature = "gpu"))]
+pub fn selftest(_args: &SelftestArgs) -> Result<(), Failure> {
+    Err(Failure::Usage("this build has no GPU support".to_owned()))
+}
+
+#[cfg(feature = "gpu")]
+pub use with_gpu::selftest;
+
+#[cfg(feature = "gpu")]
+mod with_gpu {
+    use std::time::Instant;
+
+    use serde_json::{Value, json};
+    use smoe_engine::{
+        Control, DeviceChoice, Engine, EngineOptions, Observer, Sampler, Sampling, Session, Vault,
+    };
+    use smoe_format::{Encoding, Uniform, Zero};
+    use smoe_gpu::{CodedMatmul, CodedPlane, Columns, FloatMatmul, Gpu, Quantise, Slice, Software, Weights};
+    use smoe_kernels::{Activations, Input, Kernels, Matrix, Pool, matmul};
+
+    use super::{Failure, SelftestArgs};
+    use crate::model;
+
+    /// Largest difference of a whole model's float32 results, as a part of the largest logit: sums in another
+    /// order, and int8 activations that round to another code.
+    const TOLERANCE: f32 = 0.05;
+    /// Largest difference of a product of floats, as a part of the largest.
+    const SUMS: f32 = 1e-5;
+
+    struct Check {
+        name: String,
+        result: Result<String, String>,
+        seconds: f64,
+    }
+
+    /// Runs the command.
+    pub fn selftest(args: &SelftestArgs) -> Result<(), Failure> {
+        let (name, software) = match &args.device {
+            DeviceChoice::Cpu => {
+                return Err(Failure::Usage("the processor is what a device is tested against".to_owned()));
+            }
+            DeviceChoice::Auto => (None, Software::Refuse),
+            DeviceChoice::Gpu(name) => (name.clone(), Software::Accept),
+        };
+        let gpu = Gpu::open(name.as_deref(), software).map_err(|e| Failure::Usage(e.to_string()))?;
+        let facts = gpu.facts().clone();
+        let fused = gpu.fused_fma().map_err(|e| Failure::Usage(e.to_string()))?;
+        if !args.json {
+            say!("smoe {} on {facts}", env!("CARGO_PKG_VERSION"));
+            say!(
+                "subgroups of {} to {}, fused multiply-add: {}",
+                facts.subgroup.0,
+                facts.subgroup.1,
+                yes(fused)
+            );
+        }
+        let mut checks = Vec::new();
+        let mut check = |name: &str, run: &mut dyn FnMut() -> Result<String, String>| {
+            let start = Instant::now();
+            let result = run();
+            let check = Check { name: name.to_owned(), result, seconds: start.elapsed().as_secs_f64() };
+            if !args.json {
+                let (word, what) = match &check.result {
+                    Ok(what) => ("ok    ", what),
+                    Err(what) => ("FAILED", what),
+                };
+                say!("{word} {name:<34} {:>6.2} s  {what}", check.seconds);
+            }
+            checks.push(check);
+            Ok::<_, Failure>(())
+        };
+        check("int8 activations", &mut || quantise(&gpu))?;
+        for bits in [2, 3, 4, 5, 6, 8] {
+            for zero in [Zero::Symmetric, Zero::Affine] {
+                let uniform = Uniform::new(bits, 64, zero).ok_or("no such code").map_err(str::to_owned);
+                let Ok(uniform) = uniform else { continue };
+                let name = format!("product of {} codes", Encoding::Uniform(uniform));
+                check(&name, &mut || coded(&gpu, uniform))?;
+            }
+        }
+        for encoding in [Encoding::Bf16, Encoding::F16, Encoding::F32] {
+            check(&format!("product of {encoding}"), &mut || float(&gpu, encoding))?;
+        }
+        drop(gpu);
+        let device = DeviceChoice::Gpu(Some(facts.name.clone()));
+        let vault = model::open_vault(&args.vault)?;
+        check("a model's layers", &mut || layers(&vault, &device))?;
+        check("a model's greedy tokens", &mut || tokens(&vault, &device))?;
+
+        let failed = checks.iter().filter(|check| check.result.is_err()).count();
+        if args.json {
+            let list: Vec<Value> = checks
+                .iter()
+                .map(|check| {
+                    let (Ok(what) | Err(what)) = &check.result;
+                    json!({"check": check.name, "ok": check.result.is_ok(), "what": what, "s": check.seconds})
+                })
+                .collect();
+            let all = json!({"device": facts.name, "driver": facts.driver, "fused": fused, "checks": list});
+            say!("{}", serde_json::to_string_pretty(&all)?);
+        } else {
+            say!("{} checks, {failed} failed", checks.len());
+        }
+        if failed > 0 { Err(Failure::Usage(format!("{failed} checks failed on {facts}"))) } else { Ok(()) }
+    }
+
+    const fn yes(is: bool) -> &'static str {
+        if is { "yes" } else { "no" }
+    }
+
+    /// Values from -1 to 1.
+    fn values(n: usize, seed: u32) -> Vec<f32> {
+        let mut state = seed.wrapping_mul(2_654_435_761).wrapping_add(1);
+        (0..n)
+            .map(|_| {
+                state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                (state >> 8) as f32 / 8_388_608.0 - 1.0
+            })
+            .collect()
+    }
+
+    fn bytes(values: &[f32]) -> Vec<u8> {
+        values.iter().flat_map(|v| v.to_le_bytes()).collect()
+    }
+
+    fn upload(gpu: &Gpu, bytes: &[u8]) -> Result<Slice, String> {
+        let slice = gpu.buffer("a test", bytes.len() as u64).map_err(|e| e.to_string())?;
+        let mut padded = bytes.to_vec();
+        padded.resize(bytes.len().next_multiple_of(4), 0);
+        gpu.write(&slice, 0, &padded);
+        Ok(slice)
+    }
+
+    fn floats(gpu: &Gpu, slice: &Slice) -> Result<Vec<f32>, String> {
+        let bytes = gpu.download(slice).map_err(|e| e.to_string())?;
+        Ok(bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect())
+    }
+
+    /// The two agree: in every bit if the device can, else within `tolerance` of the largest.
+    fn compare(got: &[f32], expected: &[f32], exact: bool, tolerance: f32) -> Result<String, String> {
+        if got.len() != expected.len() {
+            return Err(format!("{} values for {}", got.len(), expected.len()));
+        }
+        if exact {
+            let wrong = got.iter().zip(expected).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
+            return if wrong == 0 {
+                Ok(format!("{} values, the processor's bits", got.len()))
+            } else {
+                Err(format!("{wrong} of {} values differ", got.len()))
+            };
+        }
+        let largest = expected.iter().fold(0f32, |m, v| m.max(v.abs()));
+        let worst = got.iter().zip(expected).fold(0f32, |m, (a, b)| {
+            let difference = (a - b).abs();
+            if difference.is_nan() { f32::INFINITY } else { m.max(difference) }
+        });
+        let what = format!("off by {worst:.2e} of {largest:.2e}");
+        if worst <= tolerance * largest { Ok(what) } else { Err(what) }
+    }
+
+    const TOKENS: usize = 3;
+    const ROWS: usize = 100;
+    const COLS: usize = 712;
+
+    fn quantise(gpu: &Gpu) -> Result<String, String> {
+        let x = values(TOKENS * COLS, 1);
+        let mut expected = Activations::with_capacity(TOKENS, COLS);
+        expected.quantise(Kernels::detect(), &x, TOKENS, COLS, 64);
+        let plane = CodedPlane::new(gpu, TOKENS, COLS, 64).map_err(|e| e.to_string())?;
+        let op = Quantise::new(gpu, &upload(gpu, &bytes(&x))?, &plane).map_err(|e| e.to_string())?;
+        let mut step = gpu.step();
+        op.record(&mut step, TOKENS);
+        gpu.wait(&step.submit()).map_err(|e| e.to_string())?;
+        let codes = gpu.download(&plane.codes).map_err(|e| e.to_string())?;
+        let view = expected.view();
+        let mut wrong = 0;
+        for token in 0..TOKENS {
+            for g in 0..plane.groups() {
+                let start = (token * plane.groups() + g) * 64;
+                let own = view.cell(token, g).0;
+                wrong += own.iter().zip(&codes[start..start + 64]).filter(|(a, b)| **a as u8 != **b).count();
+            }
+        }
+        if wrong == 0 { Ok("the processor's codes".to_owned()) } else { Err(format!("{wrong} codes differ")) }
+    }
+
+    fn coded(gpu: &Gpu, uniform: Uniform) -> Result<String, String> {
+        let encoding = Encoding::Uniform(uniform);
+        let (w, x) = (values(ROWS * COLS, 2), values(TOKENS * COLS, 3));
+        let mut weights = vec![0; encoding.tensor_bytes(ROWS, COLS).unwrap_or(0)];
+        encoding.encode(&w, COLS, &mut weights);
+        let kernels = Kernels::detect();
+        let mut activations = Activations::with_capacity(TOKENS, COLS);
+        activations.quantise(kernels, &x, TOKENS, COLS, uniform.group());
+        let matrix = Matrix::new(&weights, ROWS, COLS, encoding);
+        let mut expected = vec![0.0; TOKENS * ROWS];
+        let coded = [activations.view()];
+        matmul(&Pool::new(1, false), kernels, &matrix, &Input::new(&x, TOKENS, &coded), &mut expected);
+
+        let made = || -> Result<_, smoe_gpu::GpuError> {
+            let plane = CodedPlane::new(gpu, TOKENS, COLS, uniform.group())?;
+            let out = gpu.buffer("a test", (4 * TOKENS * ROWS) as u64)?;
+            Ok((plane, out))
+        };
+        let (plane, out) = made().map_err(|e| e.to_string())?;
+        let input = upload(gpu, &bytes(&x))?;
+        let stored = Weights::new(upload(gpu, &weights)?, ROWS, COLS, encoding);
+        let ops = || -> Result<_, smoe_gpu::GpuError> {
+            let columns = Columns::whole(out.clone(), ROWS);
+            Ok((Quantise::new(gpu, &input, &plane)?, CodedMatmul::new(gpu, &stored, &plane, &columns)?))
+        };
+        let (quantise, product) = ops().map_err(|e| e.to_string())?;
+        let mut step = gpu.step();
+        quantise.record(&mut step, TOKENS);
+        product.record(&mut step, TOKENS);
+        gpu.wait(&step.submit()).map_err(|e| e.to_string())?;
+        let fused = gpu.fused_fma().map_err(|e| e.to_string())?;
+        compare(&floats(gpu, &out)?, &expected, fused, SUMS)
+    }
+
+    fn float(gpu: &Gpu, encoding: Encoding) -> Result<String, String> {
+        let (w, x) = (values(ROWS * COLS, 4), values(TOKENS * COLS, 5));
+        let mut weights = vec![0; encoding.tensor_bytes(ROWS, COLS).unwrap_or(0)];
+        encoding.encode(&w, COLS, &mut weights);
+        let matrix = Matrix::new(&weights, ROWS, COLS, encoding);
+        let mut expected = vec![0.0; TOKENS * ROWS];
+        let input = Input::exact(&x, TOKENS);
+        matmul(&Pool::new(1, false), Kernels::detect(), &matrix, &input, &mut expected);
+        let out = gpu.buffer("a test", (4 * TOKENS * ROWS) as u64).map_err(|e| e.to_string())?;
+        let stored = Weights::new(upload(gpu, &weights)?, ROWS, COLS, encoding);
+        let columns = Columns::whole(out.clone(), ROWS);
+        let product = FloatMatmul::new(gpu, &stored, &upload(gpu, &bytes(&x))?, TOKENS, &columns)
+            .map_err(|e| e.to_string())?;
+        let mut step = gpu.step();
+        product.record(&mut step, TOKENS);
+        gpu.wait(&step.submit()).map_err(|e| e.to_string())?;
+        compare(&floats(gpu, &out)?, &expected, false, SUMS)
+    }
+
+    /// Everything that a forward shows.
+    #[derive(Default)]
+    struct Seen {
+        hidden: Vec<f32>,
+        router: Vec<f32>,
+        logits: Vec<f32>,
+    }
+
+    impl Observer for Seen {
+        fn hidden(&mut self, _index: usize, _first: usize, rows: &[f32]) {
+            self.hidden.extend_from_slice(rows);
+        }
+
+        fn router(&mut self, _index: usize, _first: usize, rows: &[f32]) {
+            self.router.extend_from_slice(rows);
+        }
+
+        fn logits(&mut self, _first: usize, rows: &[f32]) {
+            self.logits.extend_from_slice(rows);
+        }
+    }
+
+    fn open(vault: &Vault, device: &DeviceChoice) -> Result<Engine, String> {
+        let mut options = EngineOptions { device: device.clone(), ..EngineOptions::default() };
+        options.plan.context = Some(256.min(vault.spec.max_context));
+        let mut engine = Engine::open(vault, &options).map_err(|e| e.to_string())?;
+        engine.preload(&mut |_, _| {}).map_err(|e| e.to_string())?;
+        Ok(engine)
+    }
+
+    fn prompt(vault: &Vault) -> Vec<u32> {
+        (0..24u32).map(|i| (i * 7919 + 11) % vault.spec.vocab_size as u32).collect()
+    }
+
+    fn layers(vault: &Vault, device: &DeviceChoice) -> Result<String, String> {
+        let run = |device: &DeviceChoice| {
+            let mut seen = Seen::default();
+            open(vault, device)?.observe(&prompt(vault), &mut seen).map_err(|e| e.to_string())?;
+            Ok::<_, String>(seen)
+        };
+        let (got, expected) = (run(device)?, run(&DeviceChoice::Cpu)?);
+        compare(&got.hidden, &expected.hidden, false, TOLERANCE).map_err(|e| format!("hidden states {e}"))?;
+        compare(&got.router, &expected.router, false, TOLERANCE).map_err(|e| format!("router logits {e}"))?;
+        compare(&got.logits, &expected.logits, false, TOLERANCE).map(|what| format!("logits {what}"))
+    }
+
+    fn tokens(vault: &Vault, device: &DeviceChoice) -> Result<String, String> {
+        const N: usize = 24;
+        // The processor's tokens, and how sure it was; the device is given the same tokens.
+        let run = |device: &DeviceChoice, given: Option<&[u32]>| -> Result<(Vec<u32>, Vec<f32>), String> {
+            let mut engine = open(vault, device)?;
+            let mut session: Session = engine.open_session().map_err(|e| e.to_string())?;
+            let control = &mut Control::default();
+            engine.sync(&mut session, &prompt(vault), control).map_err(|e| e.to_string())?;
+            let mut sampler =
+                Sampler::new(Sampling::default(), vault.spec.vocab_size).map_err(|e| e.to_string())?;
+            let (mut chosen, mut margins) = (Vec::new(), Vec::new());
+            for i in 0..N {
+                let mut sorted = session.logits().to_vec();
+                sorted.sort_unstable_by(f32::total_cmp);
+                let largest = sorted.last().map_or(0.0, |l| l.abs());
+                margins.push((sorted[sorted.len() - 1] - sorted[sorted.len() - 2]) / largest);
+                let token = engine.sample(&session, &mut sampler);
+                chosen.push(token);
+                let next = given.map_or(token, |given| given[i]);
+                engine.decode(&mut session, next, control).map_err(|e| e.to_string())?;
+            }
+            Ok((chosen, margins))
+        };
+        let (expected, margins) = run(&DeviceChoice::Cpu, None)?;
+        let (got, _) = run(device, Some(&expected))?;
+        let mut close = 0;
+        for i in 0..N {
+            if got[i] != expected[i] {
+                if margins[i] > TOLERANCE {
+                    return Err(format!("token {i} is {}, not {}", got[i], expected[i]));
+                }
+                close += 1;
+            }
+        }
+        Ok(format!("{} of {N} the processor's, {close} too close to call", N - close))
+    }
+}
