@@ -63,7 +63,7 @@ fn a_line_of_json_an_answer_adds_up() {
     assert!((number("hit_rate") - number("demand_hits") / 99.0).abs() < 1e-9);
     assert!((number("disk_bytes_per_token") * 11.0 - number("disk_bytes")).abs() < 1e-3);
     let buckets = reading["buckets_ms"].as_object().unwrap();
-    assert_eq!(buckets.len(), 8);
+    assert_eq!(buckets.len(), 9);
     let sum: f64 = buckets.values().map(|ms| ms.as_f64().unwrap()).sum();
     assert!((sum * 11.0 - 1e3 * number("decode_s")).abs() < 1e-6 * sum);
 }

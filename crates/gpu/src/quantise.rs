@@ -12,7 +12,8 @@ const THREADS: u32 = 256;
 pub(crate) const GRID: usize = 65_535;
 
 /// A number that the compiler cannot know: drivers simplify what they know, as if floats were reals.
-const HIDE: &str = "fn hide(x: f32) -> f32 { return bitcast<f32>(bitcast<u32>(x) ^ p.nothing); }\n";
+pub(crate) const HIDE: &str =
+    "fn hide(x: f32) -> f32 { return bitcast<f32>(bitcast<u32>(x) ^ p.nothing); }\n";
 
 /// A shader's text: constants, then its parts. They declare the immediates `p`, with `nothing`, which is 0, as the last.
 pub(crate) fn text(constants: &[(&str, u32)], parts: &[&str]) -> String {

@@ -7,7 +7,7 @@ mod common;
 use std::collections::HashMap;
 
 use serde_json::json;
-use smoe_text::{ModelText, TemplateInput, TextError};
+use smoe_text::{ModelText, ReplyFormat, TemplateInput, TextError, ToolFormat};
 
 fn load(files: &[(&str, String)]) -> Result<ModelText, TextError> {
     let files: HashMap<&str, &String> = files.iter().map(|(name, text)| (*name, text)).collect();
@@ -167,4 +167,27 @@ fn a_real_model_directory() {
     let ids = tokenizer.encode(&prompt).unwrap();
     assert_eq!(ids.iter().filter(|&&id| tokenizer.is_special(id)).count(), 3);
     assert_eq!(tokenizer.decode(&ids, false), prompt);
+}
+
+#[test]
+fn a_template_tells_how_replies_are_written_and_a_tokenizer_whether_that_is_text() {
+    let with = |template: &str| {
+        let files = [
+            ("tokenizer.json", common::byte_level().to_string()),
+            ("chat_template.jinja", template.to_owned()),
+        ];
+        let text = load(&files).unwrap();
+        (text.reply_format(), text.tokenizer.unwrap())
+    };
+    assert_eq!(load(&[]).unwrap().reply_format(), ReplyFormat::default());
+    let (plain, tokenizer) = with("<think>x</think>");
+    assert_eq!(plain.reasoning, Some(("<think>".to_owned(), "</think>".to_owned())));
+    assert!(!plain.reasons_in_special_tokens(&tokenizer));
+    let special = ReplyFormat { reasoning: Some(("<tool>".to_owned(), "<|end|>".to_owned())), ..plain };
+    assert!(special.reasons_in_special_tokens(&tokenizer));
+    let (harmony, tokenizer) = with("<|channel|>x<|message|>");
+    assert_eq!(harmony.tools, ToolFormat::Harmony);
+    assert!(harmony.reasons_in_special_tokens(&tokenizer));
+    let (none, tokenizer) = with("x");
+    assert!(!none.reasons_in_special_tokens(&tokenizer));
 }

@@ -255,6 +255,9 @@ fn draw_instrument(frame: &mut Frame<'_>, view: &View<'_>, area: Rect) {
 
     let most = gauges.phases_ms.iter().copied().fold(1e-9, f64::max);
     for (phase, ms) in Phase::ALL.into_iter().zip(gauges.phases_ms) {
+        if phase == Phase::Device && ms == 0.0 {
+            continue;
+        }
         let bar = bar(ms / most, width.saturating_sub(24));
         lines.push(Line::from(vec![
             Span::styled(format!("{:<12}", title(phase)), dim()),

@@ -1,4 +1,4 @@
-//! Speed of the products on a device: `cargo run --release -p smoe-gpu --example throughput`.
+//! Speed of the products on a device: `cargo run --release -p smoe-gpu --example gpu_throughput`.
 //!
 //! Every figure is the time of a dispatch among many of the same kind, over different weights: together they are
 //! several times what a cache holds, so weights come from memory. GB/s counts bytes of weights (of copies: read
