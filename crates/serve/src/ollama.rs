@@ -51,14 +51,16 @@ async fn generate(
     State(state): State<AppState>,
     Wire(request): Wire<GenerateRequest>,
 ) -> Result<Response, ApiError> {
-    if let Some(name) = request.loads() {
-        let listing = state.fleet().resolve(name).await?;
+    let (streamed, loads) = (request.streams(), request.loads().map(str::to_owned));
+    let turn = request.turn()?;
+    if let Some(name) = loads {
+        turn.check()?;
+        let listing = state.fleet().resolve(&name).await?;
         state.fleet().acquire(&listing.id, &|_| {}).await?;
         let chunks = Chunks::new(Form::Generate, listing.id, Instant::now());
         return Ok(Json(chunks.loaded()).into_response());
     }
-    let streamed = request.streams();
-    answer(&state, Form::Generate, request.turn()?, streamed).await
+    answer(&state, Form::Generate, turn, streamed).await
 }
 
 async fn answer(state: &AppState, form: Form, turn: Turn, streamed: bool) -> Result<Response, ApiError> {

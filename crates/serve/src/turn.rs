@@ -501,7 +501,7 @@ impl Turn {
 
     /// Checks what does not depend on the model. Names of fields are OpenAI's; the other APIs' are the same or
     /// nearly so.
-    fn check(&self) -> Result<(), ApiError> {
+    pub(crate) fn check(&self) -> Result<(), ApiError> {
         let s = &self.sampling;
         within("temperature", s.temperature, 0.0, 2.0)?;
         within("top_p", s.top_p, 0.0, 1.0)?;
@@ -526,8 +526,8 @@ impl Turn {
             let message = format!("stop must be a text or up to {MAX_STOPS} texts, none of them empty");
             return Err(ApiError::field("stop", message));
         }
-        if self.max_tokens == Some(0) {
-            return Err(ApiError::field("max_tokens", "max_tokens must be at least 1"));
+        if self.max_tokens.is_some_and(|n| n == 0 || n > i64::MAX as usize) {
+            return Err(ApiError::field("max_tokens", "max_tokens must be at least 1, and fit 64 bits"));
         }
         if self.logprobs.is_some_and(|top| top > MAX_TOP_LOGPROBS) {
             let message = format!("top_logprobs must be 0 to {MAX_TOP_LOGPROBS}");
