@@ -239,6 +239,8 @@ pub struct Engine {
     fingerprint: [u8; 32],
     /// The backend has memory of its own.
     on_device: bool,
+    /// That memory has room for every expert.
+    all_on_device: bool,
     /// Why the device is not what one may have hoped for.
     device_note: Option<String>,
     clock: PhaseClock,
@@ -313,13 +315,15 @@ impl Engine {
         )?;
         let phase_meter = Arc::new(PhaseMeter::default());
         let mut kv = KvCache::new(&spec, plan.kv, plan.kv_positions, plan.sessions)?;
-        let on_device = backend.tier().is_some();
+        let tier = backend.tier();
+        let (on_device, all_on_device) = (tier.is_some(), tier.is_some_and(|tier| tier.plan.holds_all()));
         if on_device {
             kv.keep_on_device();
         }
         Ok(Self {
             kv,
             on_device,
+            all_on_device,
             device_note: chosen.note,
             routes: Routes::with_capacity(&spec.moe, plan.chunk).correcting(corrections),
             wants: Vec::with_capacity(spec.moe.n_experts.max(options.spec * spec.n_layers())),
@@ -474,8 +478,7 @@ impl Engine {
 
     /// Empties the ring and a device's tier: what a bench calls cold. Nothing if one of them holds every expert.
     pub fn forget_experts(&mut self) {
-        let on_device = self.backend.tier().is_some_and(|tier| tier.plan.holds_all());
-        if !self.plan.holds_all() && !on_device {
+        if !self.plan.holds_all() && !self.all_on_device {
             self.store.forget();
             self.backend.forget_experts();
         }
@@ -818,6 +821,12 @@ impl Engine {
         self.backend.profile(on)
     }
 
+    /// Whether ring or device have room for every expert: then none is read twice.
+    #[must_use]
+    pub fn holds_all(&self) -> bool {
+        self.all_on_device || self.store.limit() >= self.plan.n_experts
+    }
+
     /// The device's own memory, if the backend has any.
     #[must_use]
     pub fn device_tier(&self) -> Option<DeviceTier> {
@@ -976,7 +985,7 @@ impl Engine {
         let (mut moe_index, mut layer) = (0, 0);
         while layer < self.spec.n_layers() {
             control.check()?;
-            if observer.is_none() {
+            if self.on_device && observer.is_none() {
                 let next = self.advance(layer, &mut moe_index)?;
                 if next > layer {
                     layer = next;

@@ -610,8 +610,7 @@ impl Drop for Scheduler {
 fn suggested(engine: &Engine) -> usize {
     let (plan, spec) = (engine.plan(), engine.spec());
     let token = spec.moe_layers().count() * spec.moe.top_k;
-    let slots = engine.ring_limit();
-    if slots >= plan.n_experts { plan.sessions } else { slots / (RING_TOKENS * token.max(1)) }
+    if engine.holds_all() { plan.sessions } else { engine.ring_limit() / (RING_TOKENS * token.max(1)) }
 }
 
 fn tell_end(mut active: Active) {

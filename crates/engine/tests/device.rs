@@ -7,9 +7,11 @@
 
 mod common;
 
+use std::cell::Cell;
+
 use common::{bits, observe, open, options, write_tiny};
 use smoe_engine::plan::RingSize;
-use smoe_engine::{Control, DeviceChoice, Engine, EngineError, EngineOptions};
+use smoe_engine::{Control, DeviceChoice, Engine, EngineError, EngineOptions, Session};
 use smoe_gpu::{Gpu, Software};
 use smoe_testkit::TinyModel;
 
@@ -156,4 +158,48 @@ fn sessions_share_prefixes_and_copy_before_they_write() {
         out.extend(bits(first.logits()));
     }
     assert_eq!(out, alone);
+}
+
+#[test]
+fn a_step_that_is_given_up_anywhere_leaves_what_it_began_from() {
+    if !has_device() {
+        return;
+    }
+    // Its first layer is dense, so nothing has been handed to the device when the second one begins.
+    let model = TinyModel::deepseek(25);
+    let dir = tempfile::tempdir().unwrap();
+    let vault = write_tiny(dir.path(), &model, "q4/64", "q8/64");
+    assert!(vault.spec.moe_layers().next() > Some(0));
+    let mut options = on_gpu(&options(RingSize::Auto, 64, 1), Some(vault.spec.moe.top_k));
+    options.plan.sessions = 2;
+    let prompt = model.prompt(45, 10);
+    let mut engine = open(&vault, &options);
+    let step = |engine: &mut Engine, session: &mut Session, checks: usize| {
+        let seen = Cell::new(0);
+        let stop = || seen.replace(seen.get() + 1) == checks;
+        let mut control = Control { stop: Some(&stop), ..Control::default() };
+        let held = session.len();
+        session.queue(&prompt[held..], 1);
+        let mut logits = Vec::new();
+        let sessions = std::slice::from_mut(session);
+        engine.step(sessions, &mut control, &mut |_, _, row| logits = bits(row)).map(|()| logits)
+    };
+    let begin = |engine: &mut Engine| {
+        let mut session = engine.open_session().unwrap();
+        engine.adopt(&mut session, &prompt);
+        session
+    };
+    let mut first = begin(&mut engine);
+    let expected = step(&mut engine, &mut first, usize::MAX).unwrap();
+    engine.close(first, true);
+    // The block that is copied to is the same each time: only the first copy shows if it was lost.
+    for checks in (1..vault.spec.n_layers()).chain([0]) {
+        // Goes on from the middle of a block that is another's, so copies it first.
+        let mut session = begin(&mut engine);
+        assert_eq!(session.len(), prompt.len() - 1);
+        let given_up = step(&mut engine, &mut session, checks);
+        assert!(matches!(given_up, Err(EngineError::Cancelled)), "{checks}: {given_up:?}");
+        assert_eq!(step(&mut engine, &mut session, usize::MAX).unwrap(), expected, "before layer {checks}");
+        engine.close(session, false);
+    }
 }

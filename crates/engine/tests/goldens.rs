@@ -7,6 +7,7 @@ use common::{greedy, observe, open, options, sculpted, write_tiny};
 use smoe_engine::plan::RingSize;
 use smoe_engine::{EngineOptions, KvType};
 use smoe_sculpt::BackboneBits;
+use smoe_testkit::fixtures;
 use smoe_testkit::{
     Golden, TinyModel, VaultWeights, compare, compare_greedy, forward, shared_path, tolerance,
 };
@@ -16,18 +17,7 @@ const EXACT: f64 = tolerance::REFERENCE_LOGITS;
 
 #[test]
 fn sixteen_bit_vaults_meet_the_goldens() {
-    for family in [
-        "qwen3_moe",
-        "qwen3_moe_tied",
-        "deepseek",
-        "mixtral",
-        "olmoe",
-        "qwen2_moe",
-        "glm4_moe",
-        "gpt_oss",
-        "deepseek_v2",
-        "deepseek_v3",
-    ] {
+    for family in fixtures::FAMILIES {
         let Some((_dir, vault)) = sculpted(family, 16, BackboneBits::Bf16) else { return };
         let golden = Golden::shared(family).unwrap();
         let mut engine = open(&vault, &options(RingSize::Auto, 64, 2));

@@ -204,9 +204,10 @@ impl Step {
     /// Records a copy between buffers of the device, of whole words.
     ///
     /// # Panics
-    /// If the lengths differ.
+    /// If the lengths differ, or both are of one buffer, which wgpu refuses.
     pub fn copy(&mut self, from: &Slice, to: &Slice) {
         assert_eq!(from.len, to.len, "bytes of a copy");
+        assert!(from.buffer != to.buffer, "a copy within a buffer");
         self.pass = None;
         self.encoder.copy_buffer_to_buffer(&from.buffer, from.offset, &to.buffer, to.offset, from.len);
     }

@@ -8,6 +8,8 @@ use smoe_kernels::Kernels;
 use crate::EngineError;
 use crate::backend::Backend;
 use crate::backend::cpu::CpuBackend;
+#[cfg(feature = "gpu")]
+use crate::backend::gpu;
 use crate::plan::{Plan, PlanRequest};
 use crate::vault::Vault;
 use crate::weights::Weights;
@@ -67,7 +69,7 @@ impl Chosen {
             DeviceChoice::Auto => (None, Software::Refuse),
             DeviceChoice::Gpu(name) => (name.as_deref(), Software::Accept),
         };
-        if let Some(what) = crate::device::unsupported(&vault.spec, exact, &vault.experts.layers) {
+        if let Some(what) = gpu::unsupported(&vault.spec, exact, &vault.experts.layers) {
             if *choice == DeviceChoice::Auto {
                 return Ok(Self::cpu(Some(format!("on the processor: no GPU kernels for {what}"))));
             }
@@ -75,7 +77,9 @@ impl Chosen {
         }
         match Gpu::open(name, software) {
             Ok(gpu) => Ok(Self { gpu: Some(std::sync::Arc::new(gpu)), note: None }),
-            Err(_) if *choice == DeviceChoice::Auto => Ok(Self::cpu(None)),
+            Err(error) if *choice == DeviceChoice::Auto => {
+                Ok(Self::cpu(Some(format!("on the processor: {error}"))))
+            }
             Err(error) => Err(error.into()),
         }
     }
@@ -97,8 +101,8 @@ impl Chosen {
     /// What the device needs of the plan.
     pub(crate) fn adapt(&self, request: &PlanRequest, vault: &Vault) -> PlanRequest {
         #[cfg(feature = "gpu")]
-        if let Some(gpu) = &self.gpu {
-            let most = crate::device::max_chunk(gpu.facts(), &vault.spec);
+        if let Some(device) = &self.gpu {
+            let most = gpu::max_chunk(device.facts(), &vault.spec);
             let chunk = request.chunk.unwrap_or(DEVICE_CHUNK).min(most);
             return PlanRequest { chunk: Some(chunk), ..request.clone() };
         }
@@ -123,12 +127,9 @@ impl Chosen {
     ) -> Result<Box<dyn Backend>, EngineError> {
         let (spec, tables): (_, &[LayerTable]) = (&vault.spec, &vault.experts.layers);
         #[cfg(feature = "gpu")]
-        if let Some(gpu) = self.gpu.take() {
-            use crate::backend::gpu::GpuBackend;
-            use crate::device::DevicePlan;
-
-            let made = DevicePlan::new(gpu.facts(), spec, tables, plan, vram, slots)
-                .and_then(|device| GpuBackend::new(gpu, spec, &weights, tables, plan, device, exact));
+        if let Some(device) = self.gpu.take() {
+            let made = crate::DevicePlan::new(device.facts(), spec, tables, plan, vram, slots)
+                .and_then(|held| gpu::GpuBackend::new(device, spec, &weights, tables, plan, held, exact));
             match made {
                 Ok(backend) => return Ok(Box::new(backend)),
                 Err(error) if *choice == DeviceChoice::Auto => {

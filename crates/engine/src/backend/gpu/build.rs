@@ -14,12 +14,13 @@ use smoe_kernels::{KvType, Matrix};
 use smoe_meter::TierMeter;
 
 use super::ops::{Ends, Input, Layer, LayerOps, Moe, Product, Routed, RowBuffer};
+use super::plan::layer_block_bytes;
 use super::tier::ExpertTier;
 use super::weights::{DeviceMatrix, Uploader, stackable};
-use super::{GpuBackend, LISTS, Pending};
+use super::{GpuBackend, LISTS, Pending, Recorder};
 use crate::EngineError;
 use crate::backend::{HEAD_ROWS, cpu};
-use crate::device::{DevicePlan, layer_block_bytes};
+use crate::device::DevicePlan;
 use crate::engine::POLICY;
 use crate::kv::BLOCK;
 use crate::plan::Plan;
@@ -122,7 +123,7 @@ impl GpuBackend {
         let readback = gpu.readback(floats(router.max(1)))?;
         Ok(Self {
             meter,
-            step: None,
+            recorder: Recorder::new(gpu.clone()),
             tokens: 0,
             visible: 0,
             next: 0,
@@ -136,7 +137,7 @@ impl GpuBackend {
             row_words: Vec::with_capacity(4 * plan.chunk),
             route_weights: planes.route_weights,
             kv,
-            block_bytes: layer_block_bytes(spec, plan.kv),
+            block: gpu.buffer("a block of keys and values", layer_block_bytes(spec, plan.kv))?,
             tier,
             lists,
             listed: 0,
@@ -147,7 +148,6 @@ impl GpuBackend {
             flowing: None,
             everyone: Vec::with_capacity(plan.chunk),
             stamp: 0,
-            profile: None,
             plan: device,
             spec: spec.clone(),
             gpu,

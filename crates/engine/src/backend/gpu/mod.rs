@@ -10,6 +10,7 @@
 
 mod build;
 mod ops;
+mod plan;
 mod tier;
 mod weights;
 
@@ -27,6 +28,7 @@ use crate::device::DevicePlan;
 use crate::kv::KvCache;
 use crate::routes::Routes;
 use ops::{Ends, Layer, LayerOps, RowBuffer};
+pub(crate) use plan::{max_chunk, unsupported};
 use tier::{Admission, ExpertTier};
 
 /// Work lists that the host writes: batches of experts between two submits.
@@ -47,8 +49,7 @@ pub struct GpuBackend {
     spec: ModelSpec,
     plan: DevicePlan,
     meter: Arc<TierMeter>,
-    /// Kernels recorded and not yet handed over.
-    step: Option<Step>,
+    recorder: Recorder,
     /// Tokens of the step.
     tokens: usize,
     /// Positions that the step's tokens see at most.
@@ -70,8 +71,8 @@ pub struct GpuBackend {
     route_weights: Slice,
     /// Keys and values, by layer.
     kv: Vec<Slice>,
-    /// Bytes of a block of a layer.
-    block_bytes: u64,
+    /// Room for a block of a layer on its way to another.
+    block: Slice,
     tier: ExpertTier,
     lists: Vec<WorkList>,
     /// Lists written since the last submit.
@@ -87,8 +88,6 @@ pub struct GpuBackend {
     everyone: Vec<u32>,
     /// Clock of the experts' uses.
     stamp: u64,
-    /// Times of kernels, while somebody asks.
-    profile: Option<KernelTimes>,
 }
 
 impl std::fmt::Debug for GpuBackend {
@@ -97,35 +96,42 @@ impl std::fmt::Debug for GpuBackend {
     }
 }
 
-/// The step being recorded; a field at a time, so that layers may be read meanwhile.
-fn recording<'a>(step: &'a mut Option<Step>, gpu: &Gpu, profile: bool) -> &'a mut Step {
-    step.get_or_insert_with(|| profile.then(|| gpu.profiled_step()).flatten().unwrap_or_else(|| gpu.step()))
+/// The step being recorded.
+struct Recorder {
+    gpu: Arc<Gpu>,
+    /// Kernels that are recorded and not yet handed over.
+    step: Option<Step>,
+    /// Times of kernels, while somebody asks.
+    profile: Option<KernelTimes>,
 }
 
-/// Layers that are recorded before the device gets them: it works on these while the host records the next ones.
+impl Recorder {
+    fn new(gpu: Arc<Gpu>) -> Self {
+        Self { gpu, step: None, profile: None }
+    }
+
+    /// Where the next kernel goes.
+    fn step(&mut self) -> &mut Step {
+        let Self { gpu, step, profile } = self;
+        step.get_or_insert_with(|| {
+            profile.as_ref().and_then(|_| gpu.profiled_step()).unwrap_or_else(|| gpu.step())
+        })
+    }
+}
+
+/// Layers that are recorded before the device gets them: it works on these while the host records the next ones
+/// (EXP-GPU-02).
 const LAYERS_AT_ONCE: usize = 6;
 
 impl GpuBackend {
-    /// The counters of the device.
-    #[must_use]
-    pub const fn meter(&self) -> &Arc<TierMeter> {
-        &self.meter
-    }
-
-    /// What lies in the device's memory.
-    #[must_use]
-    pub const fn plan(&self) -> &DevicePlan {
-        &self.plan
-    }
-
     /// Hands what is recorded to the device.
     fn submit(&mut self) -> Option<Submitted> {
-        let step = self.step.take()?;
+        let step = self.recorder.step.take()?;
         self.meter.submits.add(1);
         self.meter.dispatches.add(u64::from(step.dispatches()));
         self.tier.submitted();
         self.listed = 0;
-        let Some(times) = &mut self.profile else { return Some(step.submit()) };
+        let Some(times) = &mut self.recorder.profile else { return Some(step.submit()) };
         let mut tell = |name: &str, ns: f64| times.add(name, ns);
         // A failure shows when the step's results are read.
         self.gpu.finish_profile(step, &mut tell).ok()
@@ -178,22 +184,29 @@ impl GpuBackend {
         }
     }
 
-    /// Copies what the cache wants copied: a block that goes on from the middle of another.
+    /// Copies what the cache wants copied: a block that goes on from the middle of another. At once, as the cache
+    /// takes it for done, whatever becomes of the step.
     fn copy_blocks(&mut self, kv: &mut KvCache) {
+        let mut any = false;
         for (from, to) in kv.take_copies() {
-            let step = recording(&mut self.step, &self.gpu, self.profile.is_some());
-            let len = self.block_bytes;
+            any = true;
+            let step = self.recorder.step();
+            let len = self.block.len();
             for layer in &self.kv {
                 let part = |block: u32| layer.part(u64::from(block) * len, len);
-                step.copy(&part(from), &part(to));
+                step.copy(&part(from), &self.block);
+                step.copy(&self.block, &part(to));
             }
+        }
+        if any {
+            self.submit();
         }
     }
 
     fn record_attention(&mut self, layer: usize) {
         let (tokens, visible) = (self.tokens, self.visible);
         let ops = &self.layers[layer];
-        let step = recording(&mut self.step, &self.gpu, self.profile.is_some());
+        let step = self.recorder.step();
         match self.pending {
             Pending::Nothing => ops.enter_plain.record(step, tokens),
             Pending::Ffn => ops.enter.record(step, tokens),
@@ -212,15 +225,12 @@ impl GpuBackend {
         for layer in from..self.layers.len() {
             self.record_attention(layer);
             let tokens = self.tokens;
-            let step = recording(&mut self.step, &self.gpu, self.profile.is_some());
+            let step = self.recorder.step();
             match &self.layers[layer].ops {
                 LayerOps::Dense(ffn) => ffn.record(step, tokens),
                 LayerOps::Moe(moe) => {
                     moe.router.iter().for_each(|product| product.record(step, tokens));
-                    if let Some((shared, gate)) = &moe.shared {
-                        shared.record(step, tokens);
-                        gate.iter().for_each(|gate| gate.record(step, tokens));
-                    }
+                    moe.record_shared(step, tokens);
                     moe.route.record(step, tokens);
                     moe.own.record(step, tokens);
                 }
@@ -238,7 +248,7 @@ impl GpuBackend {
             return;
         }
         let tokens = self.tokens;
-        let step = recording(&mut self.step, &self.gpu, self.profile.is_some());
+        let step = self.recorder.step();
         match self.layers.get(self.next) {
             Some(layer) => layer.enter.record(step, tokens),
             None => self.ends.mix.record(step, tokens),
@@ -246,7 +256,7 @@ impl GpuBackend {
         self.pending = Pending::Nothing;
     }
 
-    /// The most bytes that a readback takes at once.
+    /// Brings a plane to `host_hidden`.
     fn download(&mut self, slice: &Slice) -> Result<(), EngineError> {
         self.host_hidden.clear();
         self.submit();
@@ -260,7 +270,7 @@ impl Backend for GpuBackend {
     fn embed(&mut self, tokens: &[u32]) -> Result<(), EngineError> {
         self.gpu.check()?;
         // A step that was given up leaves kernels and lists behind: nothing waits for what they compute.
-        self.step = None;
+        self.recorder.step = None;
         self.listed = 0;
         (self.tokens, self.next, self.pending) = (tokens.len(), 0, Pending::Nothing);
         self.gpu.write(&self.ends.ids, 0, bytemuck::cast_slice(tokens));
@@ -269,7 +279,7 @@ impl Backend for GpuBackend {
             self.everyone.extend(0..tokens.len() as u32);
             list.write(&self.gpu, &[(0, 0, &self.everyone)]);
         }
-        let step = recording(&mut self.step, &self.gpu, self.profile.is_some());
+        let step = self.recorder.step();
         self.ends.embed.record(step, tokens.len());
         Ok(())
     }
@@ -285,7 +295,7 @@ impl Backend for GpuBackend {
     fn dense(&mut self, layer: usize) -> Result<(), EngineError> {
         let tokens = self.tokens;
         if let LayerOps::Dense(ffn) = &self.layers[layer].ops {
-            ffn.record(recording(&mut self.step, &self.gpu, self.profile.is_some()), tokens);
+            ffn.record(self.recorder.step(), tokens);
         }
         self.pending = Pending::Ffn;
         Ok(())
@@ -301,7 +311,7 @@ impl Backend for GpuBackend {
         self.record_all(from);
         // The routes, for those who count them.
         let per_layer = (self.tokens * self.spec.moe.n_experts * 4) as u64;
-        let step = recording(&mut self.step, &self.gpu, self.profile.is_some());
+        let step = self.recorder.step();
         for (i, layer) in self.layers.iter().filter_map(|layer| layer.ops.moe()).enumerate() {
             step.read_back(&layer.logits.part(0, per_layer), &self.readback, i as u64 * per_layer);
         }
@@ -327,7 +337,7 @@ impl Backend for GpuBackend {
         let tokens = self.tokens;
         let n = tokens * self.spec.moe.n_experts;
         if let LayerOps::Moe(moe) = &self.layers[layer].ops {
-            let step = recording(&mut self.step, &self.gpu, self.profile.is_some());
+            let step = self.recorder.step();
             moe.router.iter().for_each(|product| product.record(step, tokens));
             step.read_back(&moe.logits.part(0, 4 * n as u64), &self.readback, 0);
         }
@@ -359,11 +369,7 @@ impl Backend for GpuBackend {
         let weights: Vec<f32> = (0..tokens).flat_map(|token| routes.of_token(token).1).copied().collect();
         self.gpu.write(&self.route_weights, 0, bytemuck::cast_slice(&weights));
         let Some(moe) = self.layers[layer].ops.moe() else { return Ok(()) };
-        if let Some((shared, gate)) = &moe.shared {
-            let step = recording(&mut self.step, &self.gpu, self.profile.is_some());
-            shared.record(step, tokens);
-            gate.iter().for_each(|gate| gate.record(step, tokens));
-        }
+        moe.record_shared(self.recorder.step(), tokens);
         let mut here = Vec::new();
         for &expert in routes.union() {
             if let Some(slot) = self.tier.place(moe.index, expert) {
@@ -419,7 +425,7 @@ impl Backend for GpuBackend {
         let n = tokens.len();
         let ids: Vec<u32> = tokens.iter().map(|&t| t as u32).collect();
         self.gpu.write(&self.ends.chosen, 0, bytemuck::cast_slice(&ids));
-        let step = recording(&mut self.step, &self.gpu, self.profile.is_some());
+        let step = self.recorder.step();
         match self.pending {
             Pending::Ffn => self.ends.mix_few.record(step, n),
             Pending::Nothing => self.ends.choose.record(step, n),
@@ -445,7 +451,7 @@ impl Backend for GpuBackend {
         self.settle();
         let ids = [token as u32];
         self.gpu.write(&self.ends.chosen, 0, bytemuck::cast_slice(&ids));
-        self.ends.choose.record(recording(&mut self.step, &self.gpu, self.profile.is_some()), 1);
+        self.ends.choose.record(self.recorder.step(), 1);
         let normed = self.ends.input.float.part(0, (4 * self.spec.d_model) as u64);
         self.download(&normed)?;
         Ok(&self.host_hidden)
@@ -475,7 +481,7 @@ impl Backend for GpuBackend {
     }
 
     fn profile(&mut self, on: bool) -> Option<KernelTimes> {
-        std::mem::replace(&mut self.profile, on.then(KernelTimes::default))
+        std::mem::replace(&mut self.recorder.profile, on.then(KernelTimes::default))
     }
 
     fn tier(&self) -> Option<DeviceTier> {
@@ -494,8 +500,7 @@ impl GpuBackend {
         }
         let Some(moe) = self.layers[layer].ops.moe() else { return };
         self.lists[self.listed].write(&self.gpu, experts);
-        moe.lists[self.listed]
-            .record(recording(&mut self.step, &self.gpu, self.profile.is_some()), self.tokens);
+        moe.lists[self.listed].record(self.recorder.step(), self.tokens);
         self.listed += 1;
     }
 }

@@ -84,6 +84,14 @@ pub(super) enum LayerOps {
 }
 
 impl Moe {
+    /// Records the shared expert, if there is one.
+    pub(super) fn record_shared(&self, step: &mut Step, tokens: usize) {
+        if let Some((shared, gate)) = &self.shared {
+            shared.record(step, tokens);
+            gate.iter().for_each(|gate| gate.record(step, tokens));
+        }
+    }
+
     /// Logits as the router means them.
     pub(super) fn add_bias(&self, logits: &mut [f32]) {
         if let Some(bias) = &self.bias {

@@ -47,6 +47,8 @@ pub(super) struct ExpertTier {
     meter: Arc<TierMeter>,
     /// Number of the step being recorded.
     step: u64,
+    /// Experts that are not here.
+    absent: usize,
 }
 
 impl std::fmt::Debug for ExpertTier {
@@ -84,7 +86,8 @@ impl ExpertTier {
             })
         };
         let layers = tables.iter().zip(slots).map(layer).collect::<Result<_, GpuError>>()?;
-        Ok(Self { layers, meter, step: 1 })
+        let absent = tables.iter().map(|table| table.n_experts as usize).sum();
+        Ok(Self { layers, meter, step: 1, absent })
     }
 
     /// Memory and table of the `index`-th MoE layer, for binding.
@@ -93,8 +96,8 @@ impl ExpertTier {
     }
 
     /// True if every expert of every layer is here.
-    pub(super) fn holds_all(&self) -> bool {
-        self.layers.iter().all(|layer| layer.slot_of.iter().all(|&slot| slot != ABSENT))
+    pub(super) const fn holds_all(&self) -> bool {
+        self.absent == 0
     }
 
     /// Where an expert is.
@@ -130,12 +133,14 @@ impl ExpertTier {
                 };
                 let old = std::mem::replace(&mut layer.expert_of[slot as usize], ABSENT);
                 layer.slot_of[old as usize] = ABSENT;
+                self.absent += 1;
                 gpu.write(&layer.table, u64::from(old) * 4, &ABSENT.to_le_bytes());
                 self.meter.evictions.add(1);
                 slot
             }
         };
         layer.slot_of[expert as usize] = slot;
+        self.absent -= 1;
         layer.expert_of[slot as usize] = expert;
         layer.used_in[slot as usize] = step;
         layer.policy.insert(slot, expert, stamp);
@@ -159,6 +164,7 @@ impl ExpertTier {
                 if expert != ABSENT {
                     layer.policy.remove(slot);
                     layer.slot_of[expert as usize] = ABSENT;
+                    self.absent += 1;
                     layer.free.push(slot);
                 }
             }

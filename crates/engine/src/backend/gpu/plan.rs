@@ -1,0 +1,144 @@
+//! What goes into a device's memory, decided before anything is claimed there.
+
+use smoe_format::expert_file::LayerTable;
+use smoe_format::spec::Activation;
+use smoe_format::{FfnKind, ModelSpec};
+use smoe_gpu::DeviceFacts;
+use smoe_kernels::KvType;
+
+use crate::EngineError;
+use crate::backend::HEAD_ROWS;
+use crate::device::DevicePlan;
+use crate::kv::{BLOCK, KvCache};
+use crate::plan::Plan;
+
+/// Of a card's memory, the part that is the driver's, the desktop's and fragmentation's.
+const DRIVER_SHARE: u64 = 16;
+/// What is planned with if a driver does not tell its memory.
+const UNKNOWN_MEMORY: u64 = 4 << 30;
+/// Besides planes: attention's scratch, staging of uploads.
+const FIXED_BYTES: u64 = 192 << 20;
+
+impl DevicePlan {
+    /// Decides: backbone, cache and planes, and experts with what remains, in equal shares.
+    ///
+    /// `limit` bytes are used at most, `None` takes nearly all of a card's memory; `most_slots` experts of a layer.
+    ///
+    /// # Errors
+    /// If even a token's experts of each layer do not fit, or the device cannot bind what it must.
+    pub fn new(
+        facts: &DeviceFacts,
+        spec: &ModelSpec,
+        tables: &[LayerTable],
+        plan: &Plan,
+        limit: Option<u64>,
+        most_slots: Option<usize>,
+    ) -> Result<Self, EngineError> {
+        let memory = facts.memory.unwrap_or(UNKNOWN_MEMORY);
+        let budget_bytes = limit.unwrap_or(memory - memory / DRIVER_SHARE);
+        let kv_bytes = KvCache::bytes(spec, plan.kv, plan.kv_positions);
+        let plane_bytes = plane_bytes(spec, plan);
+        let fixed = plan.backbone_bytes + kv_bytes + plane_bytes;
+        let floor: u64 =
+            tables.iter().map(|t| (spec.moe.top_k.min(t.n_experts as usize) * t.record_len) as u64).sum();
+        if fixed + floor > budget_bytes {
+            return Err(EngineError::DeviceBudget {
+                device: facts.name.clone(),
+                floor: fixed + floor,
+                given: budget_bytes,
+            });
+        }
+        let top_k = spec.moe.top_k;
+        if let Some(slots) = most_slots.filter(|&slots| slots < top_k) {
+            return Err(EngineError::Setting {
+                name: "--device-experts",
+                value: slots.to_string(),
+                rule: format!("must be at least {top_k}, the experts of a token"),
+            });
+        }
+        let each = (budget_bytes - fixed) / tables.len().max(1) as u64;
+        let most = facts.max_binding.min(facts.max_buffer);
+        let slots: Vec<usize> = tables
+            .iter()
+            .map(|table| {
+                let slots = (each.min(most) / table.record_len.max(1) as u64) as usize;
+                slots.min(table.n_experts as usize).min(most_slots.unwrap_or(usize::MAX))
+            })
+            .collect();
+        let pairs = slots.iter().zip(tables);
+        if let Some((slots, table)) = pairs.clone().find(|(slots, _)| **slots < top_k) {
+            let what = format!(
+                "{} addresses {most} bytes at once: {slots} experts of layer {}, {top_k} are needed",
+                facts.name, table.layer
+            );
+            return Err(EngineError::Unsupported { what });
+        }
+        Ok(Self {
+            device: facts.name.clone(),
+            budget_bytes,
+            backbone_bytes: plan.backbone_bytes,
+            kv_bytes,
+            plane_bytes,
+            expert_bytes: pairs.map(|(slots, table)| (slots * table.record_len) as u64).sum(),
+            n_experts: tables.iter().map(|t| t.n_experts as usize).sum(),
+            slots,
+        })
+    }
+}
+
+/// Why a model cannot run on a device; `None` if it can.
+pub(crate) fn unsupported(spec: &ModelSpec, exact: bool, tables: &[LayerTable]) -> Option<&'static str> {
+    let a = &spec.attention;
+    let heads_fit = a.head_dim.is_multiple_of(4) && a.head_dim <= 256 && a.n_heads / a.n_kv_heads <= 16;
+    if a.latent.is_some() {
+        Some("latent attention")
+    } else if !heads_fit {
+        Some("attention heads of this shape")
+    } else if spec.moe.expert_bias || spec.moe.activation != Activation::SwiGlu {
+        Some("experts with biases or another activation than SwiGLU")
+    } else if spec.moe.n_experts > 1024 || spec.moe.top_k > 32 {
+        Some("so many experts")
+    } else if exact && tables.iter().flat_map(|t| &t.tensors).any(|t| !t.encoding.is_float()) {
+        Some("exact products of coded experts")
+    } else {
+        None
+    }
+}
+
+/// The longest step whose planes a device can bind.
+pub(crate) fn max_chunk(facts: &DeviceFacts, spec: &ModelSpec) -> usize {
+    let row = 4 * spec.moe.top_k * spec.d_model.max(spec.moe.d_expert);
+    (facts.max_binding.min(facts.max_buffer) as usize / row.max(1)).max(1)
+}
+
+/// Bytes of a KV block of one layer.
+pub(super) fn layer_block_bytes(spec: &ModelSpec, kv: KvType) -> u64 {
+    let a = &spec.attention;
+    (2 * a.n_kv_heads * BLOCK * kv.row_bytes(a.head_dim)) as u64
+}
+
+/// Planes of a step; an upper bound of what the backend claims.
+fn plane_bytes(spec: &ModelSpec, plan: &Plan) -> u64 {
+    let (t, d) = (plan.chunk as u64, spec.d_model as u64);
+    let a = &spec.attention;
+    let heads = (a.n_heads * a.head_dim) as u64;
+    let projections = heads + 2 * (a.n_kv_heads * a.head_dim) as u64;
+    let pairs = t * spec.moe.top_k as u64;
+    let width = spec
+        .layers
+        .iter()
+        .map(|kind| match kind {
+            FfnKind::Dense(width) => *width as u64,
+            FfnKind::Moe => spec.moe.d_shared as u64,
+        })
+        .max()
+        .unwrap_or(0);
+    let moe_layers = spec.moe_layers().count() as u64;
+    let floats = t * (5 * d + projections + heads + 2 * width)
+        + pairs * (d + 2 * spec.moe.d_expert as u64)
+        + t * spec.moe.n_experts as u64 * moe_layers
+        + HEAD_ROWS as u64 * spec.vocab_size as u64
+        + plan.context as u64 * a.head_dim as u64;
+    // Half as much again for int8 forms.
+    floats * 4 * 3 / 2 + FIXED_BYTES
+}
