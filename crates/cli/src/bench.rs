@@ -11,7 +11,7 @@ use std::io::{self, IsTerminal};
 use std::path::Path;
 use std::time::Instant;
 
-use smoe_engine::{Engine, EngineOptions};
+use smoe_engine::{DeviceChoice, Engine, EngineOptions};
 
 use crate::args::BenchArgs;
 use crate::failure::Failure;
@@ -27,7 +27,13 @@ const CONTEXT: usize = 2048 + 2 * 64 + 45;
 pub fn bench(args: &BenchArgs) -> Result<(), Failure> {
     let record = match (&args.vault, &args.disk, args.kernels) {
         (None, Some(path), false) => parts::disk(path)?,
-        (None, None, true) => parts::kernels(args.machine.threads)?,
+        (None, None, true) if args.machine.device == DeviceChoice::Cpu => {
+            parts::kernels(args.machine.threads)?
+        }
+        (None, None, true) => {
+            let how = "a GPU's kernels are timed in the source tree: cargo run --release -p smoe-gpu --example gpu_throughput";
+            return Err(Failure::Usage(how.to_owned()));
+        }
         (Some(path), None, false) => vault(args, path)?,
         _ => return Err(Failure::Usage("bench a VAULT, or --disk FILE, or --kernels".to_owned())),
     };

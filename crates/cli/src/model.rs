@@ -91,8 +91,12 @@ pub fn open_engine(vault: &Vault, machine: &MachineArgs, reserved: u64) -> Resul
     let engine = Engine::open(vault, &options);
     spinner.finish_and_clear();
     let mut engine = engine?;
-    if let DirectIo::No { why } = engine.info().direct_io {
+    let info = engine.info();
+    if let DirectIo::No { why } = info.direct_io {
         eprintln!("note: reads go through the page cache: {why}");
+    }
+    if let Some(note) = info.device_note {
+        eprintln!("note: {note}");
     }
     preload(&mut engine)?;
     Ok(engine)

@@ -48,9 +48,9 @@ mod with_gpu {
             DeviceChoice::Auto => (None, Software::Refuse),
             DeviceChoice::Gpu(name) => (name.clone(), Software::Accept),
         };
-        let gpu = Gpu::open(name.as_deref(), software).map_err(|e| Failure::Usage(e.to_string()))?;
+        let gpu = Gpu::open(name.as_deref(), software).map_err(|e| Failure::new(e.to_string()))?;
         let facts = gpu.facts().clone();
-        let fused = gpu.fused_fma().map_err(|e| Failure::Usage(e.to_string()))?;
+        let fused = gpu.fused_fma().map_err(|e| Failure::new(e.to_string()))?;
         if !args.json {
             say!("smoe {} on {facts}", env!("CARGO_PKG_VERSION"));
             say!(
@@ -107,7 +107,7 @@ mod with_gpu {
         } else {
             say!("{} checks, {failed} failed", checks.len());
         }
-        if failed > 0 { Err(Failure::Usage(format!("{failed} checks failed on {facts}"))) } else { Ok(()) }
+        if failed > 0 { Err(Failure::new(format!("{failed} checks failed on {facts}"))) } else { Ok(()) }
     }
 
     const fn yes(is: bool) -> &'static str {

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
 use smoe_testkit::tiny::CheckpointOptions;
-use smoe_testkit::{Golden, TinyModel, compare, compare_greedy, shared_path};
+use smoe_testkit::{Golden, TinyModel, compare, compare_greedy, fixtures, shared_path};
 use tempfile::TempDir;
 
 fn smoe<S: AsRef<OsStr>>(args: &[S]) -> Output {
@@ -54,18 +54,7 @@ fn ids(output: &Output) -> Vec<u32> {
 
 #[test]
 fn fixtures_meet_their_goldens_from_sculpt_to_tokens() {
-    for family in [
-        "qwen3_moe",
-        "qwen3_moe_tied",
-        "deepseek",
-        "mixtral",
-        "olmoe",
-        "qwen2_moe",
-        "glm4_moe",
-        "gpt_oss",
-        "deepseek_v2",
-        "deepseek_v3",
-    ] {
+    for family in fixtures::FAMILIES {
         let Some(checkpoint) = shared_path(&format!("fixtures/{family}")) else { return };
         let golden = Golden::shared(family).unwrap();
         let dir = tempfile::tempdir().unwrap();

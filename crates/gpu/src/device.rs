@@ -260,11 +260,6 @@ impl Gpu {
         GpuError::Lost { device: self.facts.to_string(), why }
     }
 
-    /// Ends the device as if its driver had: for tests of what follows.
-    pub fn lose(&self) {
-        let _ = self.failed.set("the device was lost: on purpose".to_owned());
-    }
-
     /// Makes `f`'s objects, telling what the device says of them.
     pub(crate) fn scoped<T>(&self, filter: wgpu::ErrorFilter, f: impl FnOnce() -> T) -> Result<T, String> {
         let scope = self.device.push_error_scope(filter);

@@ -10,12 +10,12 @@ use smoe_format::{Encoding, Uniform};
 
 use crate::coded::{CodedOp, Cut, Tuning, pass_of, passes};
 use crate::float::FloatCut;
-use crate::quantise::{GRID, QUANTISE, Repeated, assert_plane, source};
+use crate::quantise::{GRID, QUANTISE, Repeated, TO_PLANE, assert_plane, source};
 use crate::{Access, CodedPlane, Gpu, GpuError, Op, Shader, Slice, Step};
 
 const LIST: &str = include_str!("wgsl/experts.wgsl");
 const PRODUCT: &str = include_str!("wgsl/experts_product.wgsl");
-const GLU: &str = include_str!("wgsl/experts_glu.wgsl");
+const GLU: &str = concat!(include_str!("wgsl/exp.wgsl"), include_str!("wgsl/experts_glu.wgsl"));
 /// Threads of a workgroup of what is no product.
 const THREADS: u32 = 256;
 /// Most pairs of an entry.
@@ -434,19 +434,19 @@ impl GateUp {
             Hidden::Coded(hidden) => {
                 let Some(down) = layout.uniform(2) else { panic!("down takes floats") };
                 let hidden = coded_hidden(layout, down, &Hidden::Coded(hidden.clone()), pairs).clone();
-                let text = include_str!("wgsl/experts_hidden_coded.wgsl");
+                let text = [include_str!("wgsl/experts_hidden_coded.wgsl"), TO_PLANE];
                 (hidden.group, hidden.groups(), text, vec![hidden.codes, hidden.cells])
             }
             Hidden::Float(hidden) => {
                 assert!(layout.uniform(2).is_none(), "down takes codes");
                 assert_plane(hidden, pairs, cols);
-                (64, 0, include_str!("wgsl/experts_hidden_float.wgsl"), vec![hidden.clone()])
+                (64, 0, [include_str!("wgsl/experts_hidden_float.wgsl"), ""], vec![hidden.clone()])
             }
         };
-        let constants = [("GROUP", group as u32), ("THREADS", THREADS)];
+        let constants = [("GROUP", group as u32), ("THREADS", THREADS), ("OUT", 2)];
         let kernel = gpu.kernel(&Shader {
             name: "experts' hidden values",
-            source: source(gpu, &constants, &[QUANTISE, GLU, text])?.into(),
+            source: source(gpu, &constants, &[QUANTISE, GLU, text[0], text[1]])?.into(),
             bindings: &[[Access::Read; 2].as_slice(), &vec![Access::Write; outputs.len()]].concat(),
         })?;
         let buffers: Vec<&Slice> = [&gates, &ups].into_iter().chain(&outputs).collect();

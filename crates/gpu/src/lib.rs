@@ -1,9 +1,10 @@
 //! The GPU: devices, buffers, shaders, and one checked launcher per kernel, over `wgpu` (Vulkan, Metal).
 //!
 //! One WGSL source per kernel serves every device: subgroup operations of whatever width the device has,
-//! weights in the vault's own tiles, int8 activations and integer dot products, as on the CPU. Integer sums
-//! are exact; float sums follow an order of their own, fixed per kernel: results repeat from run to run on a
-//! device and do not depend on how many tokens share a call, but differ from the CPU's in the last bits.
+//! weights in the vault's own tiles, int8 activations and integer dot products, as on the CPU. Coded
+//! products have the CPU's bits where the device's fma is fused ([`Gpu::fused_fma`]); float products, norms and
+//! attention sum in an order of their own, fixed per kernel, and differ from the CPU's in the last bits. Results
+//! repeat from run to run on a device and do not depend on how many tokens share a call.
 //!
 //! A launcher is made once, over the buffers that it works on ([`Op`]), and recorded into a [`Step`] as often
 //! as needed; nothing runs until the step is submitted. This crate knows neither the order of a model's

@@ -10,7 +10,7 @@ use crate::quantise::{HIDE, QUANTISE, source};
 use crate::shader::{Access, Op, Shader};
 use crate::{CodedPlane, Gpu, GpuError, Quantise, Slice, Step};
 
-const FLOAT: &str = include_str!("wgsl/norm_float.wgsl");
+const FLOAT: &str = concat!(include_str!("wgsl/exp.wgsl"), include_str!("wgsl/norm_float.wgsl"));
 const STORE_CODES: &str = include_str!("wgsl/norm_codes.wgsl");
 const NORM: &str = include_str!("wgsl/norm.wgsl");
 const EMBED: &str = include_str!("wgsl/norm_embed.wgsl");

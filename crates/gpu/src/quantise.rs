@@ -4,8 +4,10 @@ use smoe_format::Uniform;
 
 use crate::{Access, CodedPlane, Gpu, GpuError, Op, Shader, Slice, Step};
 
-/// [`Gpu::fused_fma`]'s function `divide` and `quantise`.
+/// Functions `divide` and `quantise`.
 pub(crate) const QUANTISE: &str = include_str!("wgsl/quantise.wgsl");
+/// The kernels that quantise whole rows.
+pub(crate) const TO_PLANE: &str = include_str!("wgsl/quantise_plane.wgsl");
 /// Threads of a workgroup.
 const THREADS: u32 = 256;
 /// Most workgroups along an axis of a grid.
@@ -101,10 +103,11 @@ impl Quantise {
     pub fn new(gpu: &Gpu, x: &Slice, out: &CodedPlane) -> Result<Self, GpuError> {
         assert_plane(x, out.tokens, out.cols);
         assert!(out.cols > 0 && matches!(out.group, 16 | 32 | 64 | 128), "{} in {}", out.cols, out.group);
-        let constants = [("GROUP", out.group as u32), ("THREADS", THREADS)];
+        let constants = [("GROUP", out.group as u32), ("THREADS", THREADS), ("OUT", 1)];
+        let parts = [QUANTISE, include_str!("wgsl/quantise_input.wgsl"), TO_PLANE];
         let kernel = gpu.kernel(&Shader {
             name: "quantise",
-            source: source(gpu, &constants, &[QUANTISE, include_str!("wgsl/quantise_plane.wgsl")])?.into(),
+            source: source(gpu, &constants, &parts)?.into(),
             bindings: &[Access::Read, Access::Write, Access::Write],
         })?;
         let op = gpu.bind(&kernel, &[x, &out.codes, &out.cells])?;

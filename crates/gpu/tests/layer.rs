@@ -6,6 +6,7 @@ mod common;
 
 use std::sync::OnceLock;
 
+use common::Random;
 use proptest::prelude::*;
 use smoe_format::half::f16_to_f32;
 use smoe_format::spec::{GroupScore, GroupSpec, MoeSpec, RouterKind};
@@ -28,28 +29,6 @@ fn gpu() -> Option<&'static Gpu> {
 
 fn cpu() -> Kernels {
     Kernels::by_name(Some("scalar")).unwrap()
-}
-
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u32 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (self.0 >> 33) as u32
-    }
-
-    /// In -1..1.
-    fn value(&mut self) -> f32 {
-        self.next() as f32 / (1u64 << 30) as f32 - 1.0
-    }
-
-    fn values(&mut self, n: usize) -> Vec<f32> {
-        (0..n).map(|_| self.value()).collect()
-    }
-
-    fn below(&mut self, n: usize) -> usize {
-        self.next() as usize % n
-    }
 }
 
 fn upload(gpu: &Gpu, bytes: &[u8]) -> Slice {

@@ -6,7 +6,7 @@ mod common;
 use std::io::Write;
 use std::sync::OnceLock;
 
-use common::gpu;
+use common::{Random, gpu};
 use proptest::prelude::*;
 use smoe_format::half::f32_to_f16;
 use smoe_format::tile::ROWS;
@@ -35,28 +35,12 @@ fn scalar() -> Kernels {
     Kernels::by_name(Some("scalar")).unwrap()
 }
 
-struct Random(u64);
-
 impl Random {
-    fn next(&mut self) -> u32 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (self.0 >> 33) as u32
-    }
-
-    /// In -1..1.
-    fn unit(&mut self) -> f32 {
-        self.next() as f32 / (1u64 << 30) as f32 - 1.0
-    }
-
-    fn plane(&mut self, len: usize) -> Vec<f32> {
-        (0..len).map(|_| self.unit()).collect()
-    }
-
     /// A tensor of random codes, scales and minima (padding included), or random floats.
     fn tensor(&mut self, encoding: Encoding, rows: usize, cols: usize) -> Vec<u8> {
         let mut bytes = vec![0u8; encoding.tensor_bytes(rows, cols).unwrap()];
         let Encoding::Uniform(uniform) = encoding else {
-            let values = self.plane(rows * cols);
+            let values = self.values(rows * cols);
             encoding.encode(&values, cols, &mut bytes);
             return bytes;
         };
@@ -64,7 +48,9 @@ impl Random {
             for row in 0..ROWS {
                 let codes: Vec<u8> =
                     (0..uniform.group()).map(|_| self.next() as u8 & uniform.max_code()).collect();
-                let (scale, minimum) = (f32_to_f16(self.unit().abs()), f32_to_f16(self.unit()));
+                // Affine scales may have either sign.
+                let (scale, minimum) = (self.value(), f32_to_f16(self.value()));
+                let scale = f32_to_f16(if uniform.zero() == Zero::Symmetric { scale.abs() } else { scale });
                 uniform.write_row(tile, row, &codes, scale, minimum);
             }
         }
@@ -154,7 +140,7 @@ fn quantising_gives_the_cpus_codes() {
     proptest!(config, |(
         tokens in 1usize..9, cols in 1usize..400, group in groups, exponent in -33i32..38, seed in any::<u64>(),
     )| {
-        let x: Vec<f32> = Random(seed).plane(tokens * cols).iter().map(|v| v * 10f32.powi(exponent)).collect();
+        let x: Vec<f32> = Random(seed).values(tokens * cols).iter().map(|v| v * 10f32.powi(exponent)).collect();
         assert_quantised(gpu, &x, tokens, cols, group);
     });
     // Many values on both sides of ties.
@@ -205,7 +191,7 @@ fn assert_coded(
 ) {
     let tokens = *counts.iter().max().unwrap();
     let bytes = random.tensor(Encoding::Uniform(uniform), rows, cols);
-    let mut x = random.plane(tokens * cols);
+    let mut x = random.values(tokens * cols);
     spoil(&mut x);
     let expected = cpu_coded(uniform, &bytes, (rows, cols), &x, tokens);
     let weights = Weights::new(upload(gpu, &bytes), rows, cols, Encoding::Uniform(uniform));
@@ -306,7 +292,7 @@ fn exact_products_are_close_to_the_cpus() {
         let zero = if i % 2 == 0 { Zero::Symmetric } else { Zero::Affine };
         let (uniform, rows, cols, tokens) = (coded(bits, group, zero), 45, 331, 3);
         let bytes = random.tensor(Encoding::Uniform(uniform), rows, cols);
-        let x = random.plane(tokens * cols);
+        let x = random.values(tokens * cols);
         let matrix = Matrix::new(&bytes, rows, cols, Encoding::Uniform(uniform));
         let mut decoded = vec![0.0; rows * cols];
         scalar().decode_rows(&matrix, 0..rows, &mut decoded);
@@ -343,7 +329,7 @@ fn float_products_are_close_to_the_cpus_and_the_same_for_any_number_of_tokens() 
         for encoding in [encodings[i % 3], encodings[(i + 1) % 3]] {
             let tokens = 9;
             let bytes = random.tensor(encoding, rows, cols);
-            let x = random.plane(tokens * cols);
+            let x = random.values(tokens * cols);
             let mut expected = vec![0.0; tokens * rows];
             let mut shard = Shard::new(&mut expected, tokens, rows);
             scalar().float_matmul(&bytes, encoding, cols, 0..rows, &x, &mut shard);
@@ -459,7 +445,7 @@ impl Layer {
     ) {
         let (d_model, all_coded) =
             (self.layout.d_model(), self.table.tensors.iter().all(|t| is_coded(t.encoding)));
-        let mut x = random.plane(tokens * d_model);
+        let mut x = random.values(tokens * d_model);
         spoil(&mut x);
         let planes: Vec<CodedPlane> =
             [16, 32, 64, 128].map(|group| quantised(gpu, &x, tokens, d_model, group)).into();

@@ -9,8 +9,6 @@ pub struct TierMeter {
     pub hits: Counter,
     /// Experts asked for that it did not hold.
     pub misses: Counter,
-    /// Those of `misses` that the processor computed where they were.
-    pub on_cpu: Counter,
     /// Experts brought to the device.
     pub loads: Counter,
     /// Their bytes.
@@ -33,7 +31,6 @@ impl TierMeter {
         TierSnapshot {
             hits: self.hits.get(),
             misses: self.misses.get(),
-            on_cpu: self.on_cpu.get(),
             loads: self.loads.get(),
             load_bytes: self.load_bytes.get(),
             evictions: self.evictions.get(),
@@ -51,7 +48,6 @@ impl TierMeter {
 pub struct TierSnapshot {
     pub hits: u64,
     pub misses: u64,
-    pub on_cpu: u64,
     pub loads: u64,
     pub load_bytes: u64,
     pub evictions: u64,
@@ -78,7 +74,6 @@ impl std::ops::Sub for TierSnapshot {
         Self {
             hits: self.hits.saturating_sub(earlier.hits),
             misses: self.misses.saturating_sub(earlier.misses),
-            on_cpu: self.on_cpu.saturating_sub(earlier.on_cpu),
             loads: self.loads.saturating_sub(earlier.loads),
             load_bytes: self.load_bytes.saturating_sub(earlier.load_bytes),
             evictions: self.evictions.saturating_sub(earlier.evictions),

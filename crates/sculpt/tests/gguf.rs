@@ -9,6 +9,8 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
+use smoe_testkit::fixtures;
+
 use common::{Random, Tensor, Tiny, Type, Vault, Watch, files, run, settings, shared};
 use gguf::{Gguf, KINDS, Meta, blocks, of_checkpoint};
 use serde_json::{Value, json};
@@ -36,18 +38,7 @@ fn assert_whole(vault: &Path) {
 #[test]
 fn a_checkpoint_and_its_gguf_file_become_the_same_vault() {
     let dir = tempfile::tempdir().unwrap();
-    for family in [
-        "qwen3_moe",
-        "qwen3_moe_tied",
-        "deepseek",
-        "mixtral",
-        "olmoe",
-        "qwen2_moe",
-        "glm4_moe",
-        "gpt_oss",
-        "deepseek_v2",
-        "deepseek_v3",
-    ] {
+    for family in fixtures::FAMILIES {
         let Some(checkpoint) = shared(&format!("fixtures/{family}")) else { return };
         let first = dir.path().join(format!("{family}-safetensors"));
         let raw = settings(16, BackboneBits::Bf16);

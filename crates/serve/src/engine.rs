@@ -38,7 +38,7 @@ pub fn start_engine(
         }
         let mut engine = Engine::open(vault, &options)?;
         let mut scheduling = scheduler(vault);
-        let mut warnings = Vec::new();
+        let mut warnings: Vec<String> = engine.info().device_note.into_iter().collect();
         // Before the long work. Conversations are worth less than answers: without their file it goes on.
         if let Some(file) = scheduling.spill.take()
             && let Err(error) = engine.spill_to(&file)

@@ -111,6 +111,12 @@ impl Model {
         self.info.as_ref().map_or(0, |info| info.plan.total_bytes())
     }
 
+    /// Of a device's memory.
+    pub(crate) fn device_bytes(&self) -> u64 {
+        let tier = self.info.as_ref().and_then(|info| info.tier.as_ref());
+        tier.map_or(0, |tier| tier.plan.total_bytes())
+    }
+
     /// Its tokens, for grammars: most of a second of work the first time.
     pub(crate) fn grammar(&self) -> Result<&GrammarVocabulary, ApiError> {
         let make = || {

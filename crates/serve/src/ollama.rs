@@ -106,7 +106,7 @@ async fn ps(State(state): State<AppState>) -> Json<Value> {
                 "name": listing.id,
                 "model": listing.id,
                 "size": model.held_bytes(),
-                "size_vram": 0,
+                "size_vram": model.device_bytes(),
                 "digest": listing.fingerprint,
                 "context_length": model.context(),
                 "details": details(listing),

@@ -17,6 +17,20 @@ pub fn shared() -> Option<PathBuf> {
     shared_path("")
 }
 
+/// The families that have a checkpoint with goldens under `fixtures/`.
+pub const FAMILIES: [&str; 10] = [
+    "qwen3_moe",
+    "qwen3_moe_tied",
+    "deepseek",
+    "mixtral",
+    "olmoe",
+    "qwen2_moe",
+    "glm4_moe",
+    "gpt_oss",
+    "deepseek_v2",
+    "deepseek_v3",
+];
+
 /// A file or folder of the shared fixtures, as `fixtures/qwen3_moe`; `None`, said aloud, if absent.
 #[must_use]
 pub fn shared_path(relative: &str) -> Option<PathBuf> {

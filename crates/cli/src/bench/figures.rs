@@ -234,7 +234,6 @@ pub fn record(vault: &Vault, bench: &Bench, ceilings: &Ceilings, facts: &Facts) 
     if bench.engine.device_tier().is_some() {
         record.spread("device_hit_rate", short.iter().filter_map(|s| s.tier.hit_rate()));
         record.spread("device_load_bytes_per_token", per_token(|s| s.tier.load_bytes));
-        record.spread("device_on_cpu_per_token", per_token(|s| s.tier.on_cpu));
         record.spread("device_submits_per_token", per_token(|s| s.tier.submits));
         record.spread("device_waits_per_token", per_token(|s| s.tier.waits));
         record.spread("device_wait_ms_per_token", per_token(|s| s.tier.wait_ns).map(|ns| ns / 1e6));

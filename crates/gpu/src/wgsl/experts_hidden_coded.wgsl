@@ -1,43 +1,18 @@
-// SwiGLU of two f32 planes to an int8 plane: four lanes a group, workgroups over (groups, row).
+// Four columns of SwiGLU of two f32 planes, 0 past their end.
 //
-// Needs: quantise.wgsl, experts_glu.wgsl, const THREADS.
-
-struct Params { cols: u32, groups: u32, nothing: u32 }
-var<immediate> p: Params;
+// Needs: experts_glu.wgsl.
 
 @group(0) @binding(0) var<storage, read> gate: array<f32>;
 @group(0) @binding(1) var<storage, read> up: array<f32>;
-@group(0) @binding(2) var<storage, read_write> codes: array<u32>;
-@group(0) @binding(3) var<storage, read_write> cells: array<vec2<u32>>;
 
-@compute @workgroup_size(THREADS)
-fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
-    let id = wg.x * THREADS + lane;
-    let quarter = id & 3u;
-    // Lanes past the end repeat the last group, and write nothing.
-    let group = min(id >> 2u, p.groups - 1u);
-    let column = group * GROUP + quarter * (GROUP / 4u);
-    var values: array<vec4<f32>, WORDS>;
-    for (var i = 0u; i < WORDS; i++) {
-        var g: vec4<f32>;
-        var u: vec4<f32>;
-        for (var j = 0u; j < 4u; j++) {
-            let c = column + 4u * i + j;
-            if (c < p.cols) {
-                g[j] = gate[wg.y * p.cols + c];
-                u[j] = up[wg.y * p.cols + c];
-            }
-        }
-        values[i] = swiglu(g, u);
-    }
-    let coded = quantise(values);
-    if ((id >> 2u) < p.groups) {
-        let cell = wg.y * p.groups + group;
-        for (var i = 0u; i < WORDS; i++) {
-            codes[cell * (GROUP / 4u) + quarter * WORDS + i] = coded.words[i];
-        }
-        if (quarter == 0u) {
-            cells[cell] = vec2(bitcast<u32>(coded.scale), bitcast<u32>(coded.sum));
+fn values_at(row: u32, column: u32) -> vec4<f32> {
+    var g: vec4<f32>;
+    var u: vec4<f32>;
+    for (var j = 0u; j < 4u; j++) {
+        if (column + j < p.cols) {
+            g[j] = gate[row * p.cols + column + j];
+            u[j] = up[row * p.cols + column + j];
         }
     }
+    return swiglu(g, u);
 }

@@ -12,26 +12,6 @@ fn inverse_rms(sum: f32, n: f32, eps: f32) -> f32 {
     return select(1.0 / root, exact, x > 1.2e-38 && x < 3.4e38);
 }
 
-/// e^x, as crates/kernels/src/exp.rs defines it.
-fn exponential(x: f32) -> f32 {
-    let shifted = fma(x, 1.44269502, 12582912.0);
-    let n = f32(bitcast<i32>(shifted) - 0x4b400000i);
-    let r = fma(n, 0.000212194442, fma(n, -0.693359375, x));
-    var e = fma(0.00140355248, r, 0.00837230124);
-    e = fma(e, r, 0.0416655503);
-    e = fma(e, r, 0.166664883);
-    e = fma(e, r, 0.5);
-    e = fma(e, r, 1.0);
-    e = fma(e, r, 1.0);
-    e = bitcast<f32>(bitcast<u32>(e) + (bitcast<u32>(shifted) << 23u));
-    // By bits, as comparisons with infinity and NaN may be assumed away: 88.72284 and more, NaN with it;
-    // then below -87.33654; then negative NaN.
-    let bits = bitcast<u32>(x);
-    e = select(e, x * 3.0e38, bits >= 0x42b17218u && bits < 0x80000000u);
-    e = select(e, 0.0, bits > 0xc2aeac4fu);
-    return select(e, x, bits > 0xff800000u);
-}
-
 /// To the nearest half, the even one at a tie.
 fn half_of(value: f32) -> u32 {
     let bits = bitcast<u32>(value);

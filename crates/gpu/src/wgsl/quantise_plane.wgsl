@@ -1,13 +1,12 @@
-// f32 plane to int8 plane: four lanes a group, workgroups over (groups, token).
+// To an int8 plane: four lanes a group, workgroups over (groups, row).
 //
-// Needs: quantise.wgsl, const THREADS.
+// Needs: quantise.wgsl, fn values_at(row, column) of four columns, consts THREADS and OUT, the first binding of the plane.
 
 struct Params { cols: u32, groups: u32, nothing: u32 }
 var<immediate> p: Params;
 
-@group(0) @binding(0) var<storage, read> x: array<f32>;
-@group(0) @binding(1) var<storage, read_write> codes: array<u32>;
-@group(0) @binding(2) var<storage, read_write> cells: array<vec2<u32>>;
+@group(0) @binding(OUT) var<storage, read_write> codes: array<u32>;
+@group(0) @binding(OUT + 1u) var<storage, read_write> cells: array<vec2<u32>>;
 
 @compute @workgroup_size(THREADS)
 fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
@@ -18,12 +17,7 @@ fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) l
     let column = group * GROUP + quarter * (GROUP / 4u);
     var values: array<vec4<f32>, WORDS>;
     for (var i = 0u; i < WORDS; i++) {
-        for (var j = 0u; j < 4u; j++) {
-            let c = column + 4u * i + j;
-            if (c < p.cols) {
-                values[i][j] = x[wg.y * p.cols + c];
-            }
-        }
+        values[i] = values_at(wg.y, column + 4u * i);
     }
     let coded = quantise(values);
     if ((id >> 2u) < p.groups) {

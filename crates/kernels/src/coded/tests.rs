@@ -36,7 +36,9 @@ fn tensor(uniform: Uniform, rows: usize, cols: usize, random: &mut Random) -> Ve
         for row in 0..ROWS {
             let mask = uniform.max_code();
             let codes: Vec<u8> = (0..uniform.group()).map(|_| random.next() as u8 & mask).collect();
-            let (scale, minimum) = (f32_to_f16(random.unit().abs()), f32_to_f16(random.unit()));
+            // Affine scales may have either sign.
+            let (scale, minimum) = (random.unit(), f32_to_f16(random.unit()));
+            let scale = f32_to_f16(if uniform.zero() == Zero::Symmetric { scale.abs() } else { scale });
             uniform.write_row(tile, row, &codes, scale, minimum);
         }
     }

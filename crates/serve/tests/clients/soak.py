@@ -5,8 +5,9 @@
 Clients ask, stream, hang up at random moments, close their sending half, read slowly, send half a request, or nothing.
 Every answered request must end as it should, what the queue has no room for must be told 429 with Retry-After, and eight
 clients at once must get the tokens that each gets alone. Who closes the sending half counts as gone (it cannot be told
-from a connection that was closed), so its answer may break off anywhere; but then it must not look complete. At the end no job runs, no block of the KV cache is held, and
-descriptors and memory of the process PID are what they were after a first round. No dependencies.
+from a connection that was closed), so its answer may break off anywhere; but then it must not look complete. At the end
+no job runs, no block of the KV cache is held, and descriptors and memory of the process PID are what they were after a
+first round. No dependencies.
 """
 
 import argparse
