@@ -1,11 +1,22 @@
 //! AVX-512 VNNI: a register of unpacked codes is four columns of sixteen rows, one `vpdpbusd` operand.
 
 use std::arch::x86_64::*;
+use std::sync::LazyLock;
 
 use smoe_format::Zero;
 use smoe_format::tile::{ROWS, SCALE_BYTES, plane_bytes, plane_widths};
 
-use super::{AHEAD, AHEAD_OF_ONE, Job, Sums, by_bits_and_tokens};
+use super::{Job, Sums, by_bits_and_tokens};
+
+/// Bytes ahead of the tile that are prefetched, for any number of tokens (EXP-KERNEL-08).
+const AHEAD: usize = 8192;
+
+/// Into L2 only, for a single token: it gains where L1 has room for few outstanding lines, as on Intel's
+/// server cores (EXP-KERNEL-02), and loses a tenth on AMD's (EXP-KERNEL-08).
+static ONE_INTO_L2: LazyLock<bool> = LazyLock::new(|| {
+    let vendor = __cpuid(0);
+    [vendor.ebx, vendor.edx, vendor.ecx] == [*b"Genu", *b"ineI", *b"ntel"].map(u32::from_le_bytes)
+});
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,f16c")]
 pub(super) fn block(job: Job<'_>, tokens: usize, out: &mut Sums) {
@@ -20,6 +31,7 @@ fn kernel<const BITS: u8, const T: usize>(job: Job<'_>, out: &mut Sums) {
     let m = i32::from(uniform.max_code());
     let [narrow_fields, unroll] = const { shape(BITS) };
     // Lines of the narrowest plane: field pair q of them is units q * lines ..
+    let into_l2 = T == 1 && *ONE_INTO_L2;
     let lines = group / 4 / narrow_fields;
     assert!(group.is_multiple_of(16) && lines.is_multiple_of(unroll));
     let mut sums = [[_mm512_setzero_ps(); 2]; T];
@@ -34,7 +46,7 @@ fn kernel<const BITS: u8, const T: usize>(job: Job<'_>, out: &mut Sums) {
                 for line in line..line + unroll {
                     let unit = q * lines + line;
                     // SAFETY: `q` and `line` are within the tile's planes of this group (asserted above).
-                    let [low, high] = unsafe { unpack::<BITS, T>(codes, group, lines, q, line) };
+                    let [low, high] = unsafe { unpack::<BITS>(codes, group, lines, q, line, into_l2) };
                     for (t, dots) in dots.iter_mut().enumerate() {
                         // SAFETY: 4 * unit + 4 <= group, and xs holds T groups.
                         let x = unsafe { xs.add(t * group + 4 * unit).cast::<i32>().read_unaligned() };
@@ -47,7 +59,7 @@ fn kernel<const BITS: u8, const T: usize>(job: Job<'_>, out: &mut Sums) {
             }
         }
         let scales = halves(&tile[code_bytes..]);
-        prefetch::<T>(codes.wrapping_add(code_bytes));
+        prefetch(codes.wrapping_add(code_bytes), into_l2);
         let (sx, sx_sums) = (&x.scales[cell..cell + T], &x.sums[cell..cell + T]);
         match uniform.zero() {
             Zero::Symmetric => {
@@ -70,7 +82,7 @@ fn kernel<const BITS: u8, const T: usize>(job: Job<'_>, out: &mut Sums) {
             }
             Zero::Affine => {
                 let minima = halves(&tile[code_bytes + SCALE_BYTES..]);
-                prefetch::<T>(codes.wrapping_add(code_bytes + SCALE_BYTES));
+                prefetch(codes.wrapping_add(code_bytes + SCALE_BYTES), into_l2);
                 for t in 0..T {
                     let (sx, sum) = (_mm512_set1_ps(sx[t]), _mm512_set1_ps(sx_sums[t] as f32));
                     for half in 0..2 {
@@ -113,33 +125,34 @@ const fn code_bytes_of(bits: u8, group: usize) -> usize {
 /// narrowest plane, `line < lines`, and `q` less than its field pairs.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
-unsafe fn unpack<const BITS: u8, const T: usize>(
+unsafe fn unpack<const BITS: u8>(
     codes: *const u8,
     group: usize,
     lines: usize,
     q: usize,
     line: usize,
+    into_l2: bool,
 ) -> [__m512i; 2] {
     // SAFETY: the caller's promises; each plane of width w has `group / 4 * w / 4` lines, and `field_pair`
     // is given a line below that.
     unsafe {
         match BITS {
-            8 => [load::<T>(codes.add(128 * line)), load::<T>(codes.add(128 * line + 64))],
-            4 => field_pair::<4, T>(codes.add(64 * line), 0),
-            2 => field_pair::<2, T>(codes.add(64 * line), q),
+            8 => [load(codes.add(128 * line), into_l2), load(codes.add(128 * line + 64), into_l2)],
+            4 => field_pair::<4>(codes.add(64 * line), 0, into_l2),
+            2 => field_pair::<2>(codes.add(64 * line), q, into_l2),
             // 2 + 1: the plane of two bits has 2 * lines lines and two field pairs.
             3 => join::<2>(
-                field_pair::<2, T>(codes.add(64 * (q % 2 * lines + line)), q / 2),
-                field_pair::<1, T>(codes.add(plane_bytes(2, group) + 64 * line), q),
+                field_pair::<2>(codes.add(64 * (q % 2 * lines + line)), q / 2, into_l2),
+                field_pair::<1>(codes.add(plane_bytes(2, group) + 64 * line), q, into_l2),
             ),
             // 4 + 1: the plane of four bits has a line per unit.
             5 => join::<4>(
-                field_pair::<4, T>(codes.add(64 * (q * lines + line)), 0),
-                field_pair::<1, T>(codes.add(plane_bytes(4, group) + 64 * line), q),
+                field_pair::<4>(codes.add(64 * (q * lines + line)), 0, into_l2),
+                field_pair::<1>(codes.add(plane_bytes(4, group) + 64 * line), q, into_l2),
             ),
             6 => join::<4>(
-                field_pair::<4, T>(codes.add(64 * (q * lines + line)), 0),
-                field_pair::<2, T>(codes.add(plane_bytes(4, group) + 64 * line), q),
+                field_pair::<4>(codes.add(64 * (q * lines + line)), 0, into_l2),
+                field_pair::<2>(codes.add(plane_bytes(4, group) + 64 * line), q, into_l2),
             ),
             _ => unreachable!(),
         }
@@ -152,9 +165,9 @@ unsafe fn unpack<const BITS: u8, const T: usize>(
 /// 64 bytes can be read.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
-unsafe fn field_pair<const WIDTH: u32, const T: usize>(line: *const u8, pair: usize) -> [__m512i; 2] {
+unsafe fn field_pair<const WIDTH: u32>(line: *const u8, pair: usize, into_l2: bool) -> [__m512i; 2] {
     // SAFETY: the caller's promise.
-    let bytes = unsafe { load::<T>(line) };
+    let bytes = unsafe { load(line, into_l2) };
     let mask = _mm512_set1_epi8(((1u32 << WIDTH) - 1) as i8);
     let shift = |fields: usize| _mm_cvtsi32_si128(fields as i32 * WIDTH as i32);
     let low = if pair == 0 { bytes } else { _mm512_srl_epi16(bytes, shift(2 * pair)) };
@@ -180,21 +193,18 @@ fn join<const WIDTH: u32>(low: [__m512i; 2], high: [__m512i; 2]) -> [__m512i; 2]
 /// 64 bytes can be read.
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn load<const T: usize>(line: *const u8) -> __m512i {
-    prefetch::<T>(line);
+unsafe fn load(line: *const u8, into_l2: bool) -> __m512i {
+    prefetch(line, into_l2);
     // SAFETY: the caller's promise.
     unsafe { _mm512_loadu_si512(line.cast()) }
 }
 
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn prefetch<const T: usize>(line: *const u8) {
+fn prefetch(line: *const u8, into_l2: bool) {
     // A hint: any address will do.
-    if T == 1 {
-        _mm_prefetch::<_MM_HINT_T1>(line.wrapping_add(AHEAD_OF_ONE).cast());
-    } else {
-        _mm_prefetch::<_MM_HINT_T0>(line.wrapping_add(AHEAD).cast());
-    }
+    let line = line.wrapping_add(AHEAD).cast();
+    if into_l2 { _mm_prefetch::<_MM_HINT_T1>(line) } else { _mm_prefetch::<_MM_HINT_T0>(line) }
 }
 
 /// 32 f16 as f32.

@@ -6,7 +6,7 @@
 //!
 //! A kernel multiplies one block of 32 rows by a few tokens over all groups; sums run down the rows' own
 //! lanes, so nothing is added across a register. Codes are unpacked in registers, on the fly; tiles are
-//! prefetched 4 KiB ahead into L1.
+//! prefetched some KiB ahead.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -28,14 +28,10 @@ use crate::{Isa, Kernels, Matrix, Shard};
 /// Sums of one block of rows: `[token][row]`.
 type Sums = [[f32; ROWS]; TOKENS];
 
-/// Bytes ahead of the tile that are prefetched: 2 to 8 KiB measured alike, the non-temporal hint halves the
+/// Bytes ahead of the tile that AVX2 and NEON prefetch: 2 to 8 KiB measured alike, the non-temporal hint halves the
 /// speed (EXP-KERNEL-01).
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 const AHEAD: usize = 4096;
-
-/// The same for a single token, into L2 only, where the weights come from memory: EXP-KERNEL-02.
-#[cfg(target_arch = "x86_64")]
-const AHEAD_OF_ONE: usize = 8192;
 
 /// With more tokens than a kernel takes at once, rows are taken in runs of about this many bytes, which stay
 /// in L2 while the tokens pass.
