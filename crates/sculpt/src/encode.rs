@@ -159,7 +159,7 @@ fn refuse(
     match loss {
         Loss::Beyond(found) => Err(SculptError::Range { tensor: name(), found, flag }),
         Loss::Some if lossless => {
-            let what = "some of its scales or minima have more bits than an f16";
+            let what = "some of its scales or minima are no f16 numbers";
             Err(SculptError::Lossy { tensor: name(), form: source.form.name(), what })
         }
         Loss::Some | Loss::None => Ok(()),
