@@ -7,9 +7,10 @@ use std::str::FromStr;
 use smoe_format::{BackboneTensor, Encoding, Projection, Uniform, Zero};
 
 use crate::error::SculptError;
+use crate::source::evened;
 
 /// Raised when the same settings give other bytes than before.
-const CODEC: u32 = 1;
+const CODEC: u32 = 2;
 /// Columns that share a scale in the backbone.
 const BACKBONE_GROUP: usize = 64;
 
@@ -191,6 +192,11 @@ impl Settings {
 
     /// The encoding of a tensor whose checkpoint type is `source`: the only place that decides it.
     pub(crate) fn encoding(&self, role: Role, source: Encoding) -> Encoding {
+        let source = match (role, source) {
+            // Only experts have tables.
+            (Role::Backbone(_), Encoding::Table(table)) => Encoding::Uniform(evened(table).0),
+            _ => source,
+        };
         let (bits, group) = match role {
             Role::Expert { .. } => (self.bits, self.group),
             Role::Backbone(_) => {
@@ -227,7 +233,7 @@ mod tests {
     fn only_what_decides_the_bytes_is_canonical() {
         let line = |settings: &Settings| settings.canonical();
         let base = Settings::default();
-        assert_eq!(line(&base), "codec=1 experts=q4/64 backbone=q8/64 max-layers=all max-experts=all");
+        assert_eq!(line(&base), "codec=2 experts=q4/64 backbone=q8/64 max-layers=all max-experts=all");
         assert_eq!(line(&base), line(&Settings { threads: Some(3), force: true, ..base.clone() }));
         assert_ne!(line(&base), line(&Settings { group: 32, ..base.clone() }));
         let raw = Settings { bits: 16, ..base.clone() };
