@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::str::FromStr;
 
+use clap::builder::TypedValueParser as _;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use smoe_engine::plan::{PlanRequest, RingSize};
 use smoe_engine::{DeviceChoice, EngineOptions, KvType, Sampling};
@@ -45,6 +46,8 @@ pub enum Command {
     Probe(ProbeArgs),
     /// List the GPUs, and why some cannot be used
     Devices(DevicesArgs),
+    /// Measure how well a vault predicts a text, and how faithful it is to another vault
+    Eval(EvalArgs),
     /// Check a device's kernels against the processor's, and a whole model
     Selftest(SelftestArgs),
     /// Measure a vault on this machine, against what its disk and memory can do
@@ -485,6 +488,39 @@ pub struct BenchArgs {
     /// Also write the record to a file
     #[arg(long, value_name = "FILE.json")]
     pub out: Option<PathBuf>,
+/// `smoe eval`.
+#[derive(Debug, Args)]
+pub struct EvalArgs {
+    /// The vault
+    pub vault: PathBuf,
+    /// A plain text, or JSON lines (.jsonl) with `messages` or `text`, each line a document
+    #[arg(long, value_name = "FILE")]
+    pub text: PathBuf,
+    /// The vault that is the reference: KL divergence from it, agreement with it
+    #[arg(long, value_name = "VAULT2")]
+    pub against: Option<PathBuf>,
+    /// Score only what the assistant says in `messages`
+    #[arg(long)]
+    pub answers_only: bool,
+    /// Score no more than so many tokens
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..).map(|n| n as usize))]
+    pub max_tokens: Option<usize>,
+    /// Tokens computed with each other; longer documents are cut [default: 2048, or the context]
+    #[arg(long, value_name = "N")]
+    pub window: Option<usize>,
+    /// Tokens that a window has in common with the one before: the least context of a scored token [default: half]
+    #[arg(long, value_name = "N")]
+    pub overlap: Option<usize>,
+    /// Likeliest tokens compared with the reference's
+    #[arg(long, value_name = "K", default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=64).map(|n| n as usize))]
+    pub top_k: usize,
+    /// As JSON
+    #[arg(long)]
+    pub json: bool,
+    #[command(flatten)]
+    pub machine: MachineArgs,
+}
+
     /// Show the figures beside those of an older record
     #[arg(long, value_name = "OLD.json")]
     pub compare: Option<PathBuf>,

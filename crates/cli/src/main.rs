@@ -22,6 +22,7 @@ mod bench;
 mod chat;
 mod demo;
 mod devices;
+mod eval;
 mod failure;
 mod inspect;
 mod instrument;
@@ -60,6 +61,7 @@ fn main() -> ExitCode {
         Command::Bench(args) => bench::bench(&args),
         Command::Devices(args) => devices::devices(&args),
         Command::Selftest(args) => selftest::selftest(&args),
+        Command::Eval(args) => eval::eval(&args),
         Command::Serve(args) => serve::serve(&args),
         Command::Trace(command) => trace::trace(&command),
         Command::Template(args) => template::template(&args),

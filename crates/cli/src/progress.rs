@@ -12,7 +12,7 @@ pub fn bytes(what: &'static str, total: u64) -> ProgressBar {
 }
 
 /// A bar that counts tokens.
-fn tokens(what: &'static str, total: u64) -> ProgressBar {
+pub fn tokens(what: &'static str, total: u64) -> ProgressBar {
     bar("{msg} [{bar:32}] {pos}/{len} tokens {per_sec} {eta}", total).with_message(what)
 }
 
