@@ -34,6 +34,8 @@ pub enum Command {
     Demo(DemoArgs),
     /// Turn a Hugging Face checkpoint into a vault
     Sculpt(SculptArgs),
+    /// Make a vault of a checkpoint on a hub while it is downloaded: no more than two of its files are on the disk
+    Pull(PullArgs),
     /// Make a vault of a real model's shape with random weights, to measure a machine without a download
     Synth(SynthArgs),
     /// Show what a vault will hold in memory, before anything is loaded
@@ -44,10 +46,10 @@ pub enum Command {
     Verify(VerifyArgs),
     /// Write logits, hidden states and router logits of a prompt to a safetensors file
     Probe(ProbeArgs),
-    /// List the GPUs, and why some cannot be used
-    Devices(DevicesArgs),
     /// Measure how well a vault predicts a text, and how faithful it is to another vault
     Eval(EvalArgs),
+    /// List the GPUs, and why some cannot be used
+    Devices(DevicesArgs),
     /// Check a device's kernels against the processor's, and a whole model
     Selftest(SelftestArgs),
     /// Measure a vault on this machine, against what its disk and memory can do
@@ -330,6 +332,36 @@ pub struct SculptArgs {
     pub checkpoint: PathBuf,
     /// Where the vault goes
     pub vault: Option<PathBuf>,
+    #[command(flatten)]
+    pub how: SculptHow,
+    /// Check the vault against the checkpoint once more, tensor by tensor
+    #[arg(long)]
+    pub validate: bool,
+    /// Show the error of the coded weights, per kind of tensor
+    #[arg(long)]
+    pub measure_error: bool,
+}
+
+/// `smoe pull`.
+#[derive(Debug, Args)]
+pub struct PullArgs {
+    /// A repository: OWNER/NAME
+    pub repo: String,
+    /// Where the vault goes [default: NAME, here]
+    pub vault: Option<PathBuf>,
+    /// A branch, a tag or a commit
+    #[arg(long, value_name = "REVISION", default_value = "main")]
+    pub revision: String,
+    /// A GGUF file of the repository (of a split one any part)
+    #[arg(long, value_name = "NAME.gguf")]
+    pub file: Option<String>,
+    #[command(flatten)]
+    pub how: SculptHow,
+}
+
+/// How a vault is made of a checkpoint.
+#[derive(Debug, Args)]
+pub struct SculptHow {
     /// Bits of a routed expert's weight: 2, 3, 4, 5, 6, 8, or 16 for the checkpoint's own numbers [default: 4; of a
     /// quantised checkpoint, its own codes]
     #[arg(long, value_name = "BITS")]
@@ -355,19 +387,13 @@ pub struct SculptArgs {
     /// Keep only the first N experts of each layer
     #[arg(long, value_name = "N")]
     pub max_experts: Option<usize>,
-    /// Check the vault against the checkpoint once more, tensor by tensor
-    #[arg(long)]
-    pub validate: bool,
-    /// Show the error of the coded weights, per kind of tensor
-    #[arg(long)]
-    pub measure_error: bool,
     /// Replace a vault or partial work made with other settings
     #[arg(long)]
     pub force: bool,
     /// Worker threads [default: all cores]
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,
-    /// Print what --dry-run and --measure-error find as JSON
+    /// Print what --dry-run (and of sculpt --measure-error) finds as JSON
     #[arg(long)]
     pub json: bool,
 }
@@ -462,32 +488,6 @@ pub struct ProbeArgs {
     pub machine: MachineArgs,
 }
 
-/// `smoe bench`.
-#[derive(Debug, Args)]
-pub struct BenchArgs {
-    /// The vault
-    pub vault: Option<PathBuf>,
-    /// Measure a disk alone: a large file on it, or a vault
-    #[arg(long, value_name = "FILE")]
-    pub disk: Option<PathBuf>,
-    /// Measure the kernels alone
-    #[arg(long)]
-    pub kernels: bool,
-    /// Repeat everything so many times; figures are medians
-    #[arg(long, value_name = "N", default_value_t = 3)]
-    pub runs: usize,
-    /// Instead, so many conversations decoding together, in turns, such as 1,2,4,8
-    #[arg(long, value_name = "N,...", value_delimiter = ',', value_parser = clap::value_parser!(u16).range(1..=256))]
-    pub clients: Vec<u16>,
-    /// Seed of the token ids
-    #[arg(long, value_name = "N", default_value_t = 1337)]
-    pub seed: u64,
-    /// As JSON
-    #[arg(long)]
-    pub json: bool,
-    /// Also write the record to a file
-    #[arg(long, value_name = "FILE.json")]
-    pub out: Option<PathBuf>,
 /// `smoe eval`.
 #[derive(Debug, Args)]
 pub struct EvalArgs {
@@ -521,6 +521,32 @@ pub struct EvalArgs {
     pub machine: MachineArgs,
 }
 
+/// `smoe bench`.
+#[derive(Debug, Args)]
+pub struct BenchArgs {
+    /// The vault
+    pub vault: Option<PathBuf>,
+    /// Measure a disk alone: a large file on it, or a vault
+    #[arg(long, value_name = "FILE")]
+    pub disk: Option<PathBuf>,
+    /// Measure the kernels alone
+    #[arg(long)]
+    pub kernels: bool,
+    /// Repeat everything so many times; figures are medians
+    #[arg(long, value_name = "N", default_value_t = 3)]
+    pub runs: usize,
+    /// Instead, so many conversations decoding together, in turns, such as 1,2,4,8
+    #[arg(long, value_name = "N,...", value_delimiter = ',', value_parser = clap::value_parser!(u16).range(1..=256))]
+    pub clients: Vec<u16>,
+    /// Seed of the token ids
+    #[arg(long, value_name = "N", default_value_t = 1337)]
+    pub seed: u64,
+    /// As JSON
+    #[arg(long)]
+    pub json: bool,
+    /// Also write the record to a file
+    #[arg(long, value_name = "FILE.json")]
+    pub out: Option<PathBuf>,
     /// Show the figures beside those of an older record
     #[arg(long, value_name = "OLD.json")]
     pub compare: Option<PathBuf>,

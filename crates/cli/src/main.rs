@@ -31,6 +31,7 @@ mod model;
 mod plan;
 mod probe;
 mod progress;
+mod pull;
 mod run;
 mod sculpt;
 mod selftest;
@@ -53,15 +54,16 @@ fn main() -> ExitCode {
         Command::Chat(args) => chat::chat(&args),
         Command::Demo(args) => demo::demo(&args),
         Command::Sculpt(args) => sculpt::sculpt(&args),
+        Command::Pull(args) => pull::pull(&args),
         Command::Synth(args) => synth::synth(&args),
         Command::Plan(args) => plan::plan(&args),
         Command::Inspect(args) => inspect::inspect(&args),
         Command::Verify(args) => verify::verify(&args),
         Command::Probe(args) => probe::probe(&args),
         Command::Bench(args) => bench::bench(&args),
+        Command::Eval(args) => eval::eval(&args),
         Command::Devices(args) => devices::devices(&args),
         Command::Selftest(args) => selftest::selftest(&args),
-        Command::Eval(args) => eval::eval(&args),
         Command::Serve(args) => serve::serve(&args),
         Command::Trace(command) => trace::trace(&command),
         Command::Template(args) => template::template(&args),
