@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::str::FromStr;
 
+use clap::builder::TypedValueParser as _;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use smoe_engine::plan::{PlanRequest, RingSize};
 use smoe_engine::{DeviceChoice, EngineOptions, KvType, Sampling};
@@ -33,6 +34,8 @@ pub enum Command {
     Demo(DemoArgs),
     /// Turn a Hugging Face checkpoint into a vault
     Sculpt(SculptArgs),
+    /// Make a vault of a checkpoint on a hub while it is downloaded: no more than two of its files are on the disk
+    Pull(PullArgs),
     /// Make a vault of a real model's shape with random weights, to measure a machine without a download
     Synth(SynthArgs),
     /// Show what a vault will hold in memory, before anything is loaded
@@ -43,6 +46,8 @@ pub enum Command {
     Verify(VerifyArgs),
     /// Write logits, hidden states and router logits of a prompt to a safetensors file
     Probe(ProbeArgs),
+    /// Measure how well a vault predicts a text, and how faithful it is to another vault
+    Eval(EvalArgs),
     /// List the GPUs, and why some cannot be used
     Devices(DevicesArgs),
     /// Check a device's kernels against the processor's, and a whole model
@@ -327,6 +332,36 @@ pub struct SculptArgs {
     pub checkpoint: PathBuf,
     /// Where the vault goes
     pub vault: Option<PathBuf>,
+    #[command(flatten)]
+    pub how: SculptHow,
+    /// Check the vault against the checkpoint once more, tensor by tensor
+    #[arg(long)]
+    pub validate: bool,
+    /// Show the error of the coded weights, per kind of tensor
+    #[arg(long)]
+    pub measure_error: bool,
+}
+
+/// `smoe pull`.
+#[derive(Debug, Args)]
+pub struct PullArgs {
+    /// A repository: OWNER/NAME
+    pub repo: String,
+    /// Where the vault goes [default: NAME, here]
+    pub vault: Option<PathBuf>,
+    /// A branch, a tag or a commit
+    #[arg(long, value_name = "REVISION", default_value = "main")]
+    pub revision: String,
+    /// A GGUF file of the repository (of a split one any part)
+    #[arg(long, value_name = "NAME.gguf")]
+    pub file: Option<String>,
+    #[command(flatten)]
+    pub how: SculptHow,
+}
+
+/// How a vault is made of a checkpoint.
+#[derive(Debug, Args)]
+pub struct SculptHow {
     /// Bits of a routed expert's weight: 2, 3, 4, 5, 6, 8, or 16 for the checkpoint's own numbers [default: 4; of a
     /// quantised checkpoint, its own codes]
     #[arg(long, value_name = "BITS")]
@@ -352,19 +387,13 @@ pub struct SculptArgs {
     /// Keep only the first N experts of each layer
     #[arg(long, value_name = "N")]
     pub max_experts: Option<usize>,
-    /// Check the vault against the checkpoint once more, tensor by tensor
-    #[arg(long)]
-    pub validate: bool,
-    /// Show the error of the coded weights, per kind of tensor
-    #[arg(long)]
-    pub measure_error: bool,
     /// Replace a vault or partial work made with other settings
     #[arg(long)]
     pub force: bool,
     /// Worker threads [default: all cores]
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,
-    /// Print what --dry-run and --measure-error find as JSON
+    /// Print what --dry-run (and of sculpt --measure-error) finds as JSON
     #[arg(long)]
     pub json: bool,
 }
@@ -455,6 +484,39 @@ pub struct ProbeArgs {
     /// Where to write: tensors `logits`, `hidden` and `router`
     #[arg(long, value_name = "FILE.safetensors")]
     pub out: PathBuf,
+    #[command(flatten)]
+    pub machine: MachineArgs,
+}
+
+/// `smoe eval`.
+#[derive(Debug, Args)]
+pub struct EvalArgs {
+    /// The vault
+    pub vault: PathBuf,
+    /// A plain text, or JSON lines (.jsonl) with `messages` or `text`, each line a document
+    #[arg(long, value_name = "FILE")]
+    pub text: PathBuf,
+    /// The vault that is the reference: KL divergence from it, agreement with it
+    #[arg(long, value_name = "VAULT2")]
+    pub against: Option<PathBuf>,
+    /// Score only what the assistant says in `messages`
+    #[arg(long)]
+    pub answers_only: bool,
+    /// Score no more than so many tokens
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..).map(|n| n as usize))]
+    pub max_tokens: Option<usize>,
+    /// Tokens computed with each other; longer documents are cut [default: 2048, or the context]
+    #[arg(long, value_name = "N")]
+    pub window: Option<usize>,
+    /// Tokens that a window has in common with the one before: the least context of a scored token [default: half]
+    #[arg(long, value_name = "N")]
+    pub overlap: Option<usize>,
+    /// Likeliest tokens compared with the reference's
+    #[arg(long, value_name = "K", default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=64).map(|n| n as usize))]
+    pub top_k: usize,
+    /// As JSON
+    #[arg(long)]
+    pub json: bool,
     #[command(flatten)]
     pub machine: MachineArgs,
 }

@@ -6,6 +6,7 @@ use std::io;
 use std::process::ExitCode;
 
 use smoe_engine::EngineError;
+use smoe_hub::HubError;
 use smoe_sculpt::SculptError;
 
 /// Why a command did not do what it was asked.
@@ -77,11 +78,14 @@ fn is_usage(error: &(dyn Error + 'static)) -> bool {
     let sculpt = error.downcast_ref::<SculptError>();
     matches!(engine, Some(EngineError::Setting { .. } | EngineError::Sampling { .. }))
         || matches!(sculpt, Some(SculptError::Setting { .. }))
+        || matches!(error.downcast_ref(), Some(HubError::Name { .. } | HubError::Endpoint { .. }))
 }
 
 impl<E: Error + 'static> From<E> for Failure {
     fn from(error: E) -> Self {
-        if matches!((&error as &dyn Error).downcast_ref(), Some(SculptError::Stopped)) {
+        let any: &(dyn Error + 'static) = &error;
+        let stopped = matches!(any.downcast_ref(), Some(SculptError::Stopped));
+        if stopped || matches!(any.downcast_ref(), Some(HubError::Stopped)) {
             return Self::Interrupted;
         }
         if is_usage(&error) { Self::Usage(error.to_string()) } else { Self::Failed(error.into()) }

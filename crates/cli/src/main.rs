@@ -22,6 +22,7 @@ mod bench;
 mod chat;
 mod demo;
 mod devices;
+mod eval;
 mod failure;
 mod inspect;
 mod instrument;
@@ -30,6 +31,7 @@ mod model;
 mod plan;
 mod probe;
 mod progress;
+mod pull;
 mod run;
 mod sculpt;
 mod selftest;
@@ -52,12 +54,14 @@ fn main() -> ExitCode {
         Command::Chat(args) => chat::chat(&args),
         Command::Demo(args) => demo::demo(&args),
         Command::Sculpt(args) => sculpt::sculpt(&args),
+        Command::Pull(args) => pull::pull(&args),
         Command::Synth(args) => synth::synth(&args),
         Command::Plan(args) => plan::plan(&args),
         Command::Inspect(args) => inspect::inspect(&args),
         Command::Verify(args) => verify::verify(&args),
         Command::Probe(args) => probe::probe(&args),
         Command::Bench(args) => bench::bench(&args),
+        Command::Eval(args) => eval::eval(&args),
         Command::Devices(args) => devices::devices(&args),
         Command::Selftest(args) => selftest::selftest(&args),
         Command::Serve(args) => serve::serve(&args),

@@ -1,9 +1,10 @@
 //! Progress on stderr; silent where that is no terminal.
 
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::{HumanBytes, MultiProgress, ProgressBar, ProgressStyle};
 
 /// A bar that counts bytes, with rate and time left.
 pub fn bytes(what: &'static str, total: u64) -> ProgressBar {
@@ -12,7 +13,7 @@ pub fn bytes(what: &'static str, total: u64) -> ProgressBar {
 }
 
 /// A bar that counts tokens.
-fn tokens(what: &'static str, total: u64) -> ProgressBar {
+pub fn tokens(what: &'static str, total: u64) -> ProgressBar {
     bar("{msg} [{bar:32}] {pos}/{len} tokens {per_sec} {eta}", total).with_message(what)
 }
 
@@ -54,6 +55,8 @@ pub fn spinner(what: &'static str) -> ProgressBar {
 #[derive(Default)]
 pub struct Bar {
     state: Mutex<State>,
+    /// Other bars that it is drawn below.
+    within: Option<MultiProgress>,
 }
 
 #[derive(Default)]
@@ -84,7 +87,10 @@ impl smoe_sculpt::Progress for Bar {
     fn start(&self, total_bytes: u64) {
         self.finish();
         if let Ok(mut state) = self.state.lock() {
-            let bar = bytes("", total_bytes);
+            let mut bar = bytes("", total_bytes);
+            if let Some(all) = &self.within {
+                bar = all.add(bar);
+            }
             bar.set_message(state.phase.clone());
             state.bar = Some(bar);
         }
@@ -104,5 +110,82 @@ impl smoe_sculpt::Progress for Bar {
             Some(bar) => bar.suspend(|| eprintln!("warning: {message}")),
             None => eprintln!("warning: {message}"),
         }
+    }
+}
+
+/// The bars of a pull: what is received, with its rate and what is on the disk, and below it the sculptor's.
+pub struct PullBars {
+    all: MultiProgress,
+    /// There once files come.
+    received: Mutex<Option<ProgressBar>>,
+    held: AtomicU64,
+    sculptor: Bar,
+}
+
+impl Default for PullBars {
+    fn default() -> Self {
+        let all = MultiProgress::new();
+        let sculptor = Bar { state: Mutex::default(), within: Some(all.clone()) };
+        Self { all, received: Mutex::default(), held: AtomicU64::new(0), sculptor }
+    }
+}
+
+impl PullBars {
+    /// Clears what is drawn.
+    pub fn finish(&self) {
+        self.sculptor.finish();
+        if let Ok(mut received) = self.received.lock()
+            && let Some(bar) = received.take()
+        {
+            bar.finish_and_clear();
+        }
+    }
+
+    fn message(&self) -> String {
+        let held = HumanBytes(self.held.load(Ordering::Relaxed));
+        format!("receiving, {held} on the disk")
+    }
+}
+
+impl smoe_hub::Watch for PullBars {
+    fn expected(&self, more: u64) {
+        let Ok(mut received) = self.received.lock() else { return };
+        let bar = received.get_or_insert_with(|| self.all.insert(0, bytes("receiving", 0)));
+        bar.inc_length(more);
+    }
+
+    fn received(&self, more: u64) {
+        if let Ok(received) = self.received.lock()
+            && let Some(bar) = &*received
+        {
+            bar.inc(more);
+            bar.set_message(self.message());
+        }
+    }
+
+    fn held(&self, bytes: u64) {
+        self.held.store(bytes, Ordering::Relaxed);
+    }
+
+    fn note(&self, text: &str) {
+        smoe_sculpt::Progress::warn(self, text);
+    }
+}
+
+impl smoe_sculpt::Progress for PullBars {
+    fn phase(&self, name: &str) {
+        self.sculptor.phase(name);
+    }
+
+    fn start(&self, total_bytes: u64) {
+        self.sculptor.start(total_bytes);
+    }
+
+    fn advance(&self, bytes: u64) {
+        self.sculptor.advance(bytes);
+    }
+
+    fn warn(&self, message: &str) {
+        self.all.suspend(|| eprintln!("warning: {message}"));
     }
 }

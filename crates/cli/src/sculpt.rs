@@ -6,31 +6,38 @@ use serde_json::json;
 use smoe_engine::plan::Bytes;
 use smoe_sculpt::{BackboneBits, Checkpoint, DryRun, Outcome, SculptError, Settings};
 
-use crate::args::SculptArgs;
+use crate::args::{SculptArgs, SculptHow};
 use crate::failure::Failure;
 use crate::{interrupt, progress};
 
+impl SculptHow {
+    /// The settings that are meant.
+    pub fn settings(&self) -> Settings {
+        let usual = if self.lossless { (16, BackboneBits::Bf16) } else { (4, BackboneBits::Q8) };
+        Settings {
+            bits: self.bits.unwrap_or(usual.0),
+            group: self.group,
+            backbone: self.backbone.unwrap_or(usual.1),
+            // Who names bits wants those, not the codes that a checkpoint has. Its own numbers are its codes.
+            keep_experts: self.bits.is_none_or(|bits| bits == 16),
+            keep_backbone: self.backbone.is_none_or(|bits| bits == BackboneBits::Bf16),
+            lossless: self.lossless,
+            tokenizer: self.tokenizer.clone(),
+            max_layers: self.max_layers,
+            max_experts: self.max_experts,
+            threads: self.threads,
+            force: self.force,
+        }
+    }
+}
+
 /// Runs the command.
 pub fn sculpt(args: &SculptArgs) -> Result<(), Failure> {
-    let usual = if args.lossless { (16, BackboneBits::Bf16) } else { (4, BackboneBits::Q8) };
-    let settings = Settings {
-        bits: args.bits.unwrap_or(usual.0),
-        group: args.group,
-        backbone: args.backbone.unwrap_or(usual.1),
-        // Who names bits wants those, not the codes that a checkpoint has. Its own numbers are its codes.
-        keep_experts: args.bits.is_none_or(|bits| bits == 16),
-        keep_backbone: args.backbone.is_none_or(|bits| bits == BackboneBits::Bf16),
-        lossless: args.lossless,
-        tokenizer: args.tokenizer.clone(),
-        max_layers: args.max_layers,
-        max_experts: args.max_experts,
-        threads: args.threads,
-        force: args.force,
-    };
+    let settings = args.how.settings();
     let flag = interrupt::flag();
-    if args.dry_run {
+    if args.how.dry_run {
         let dry = smoe_sculpt::dry_run(&args.checkpoint, args.vault.as_deref(), &settings, flag)?;
-        return print_dry_run(&dry, args.json);
+        return print_dry_run(&dry, args.how.json);
     }
     let Some(vault) = &args.vault else {
         return Err(Failure::Usage("name the vault to make, or use --dry-run".to_owned()));
@@ -71,7 +78,7 @@ pub fn sculpt(args: &SculptArgs) -> Result<(), Failure> {
 }
 
 /// A cancelled sculpt has said what is kept; it is no error of its own.
-fn failure(error: SculptError) -> Failure {
+pub fn failure(error: SculptError) -> Failure {
     if matches!(error, SculptError::Cancelled { .. }) {
         eprintln!("{error}");
         return Failure::Interrupted;
@@ -82,7 +89,8 @@ fn failure(error: SculptError) -> Failure {
 /// Encodes the checkpoint anew and compares every code and scale with what the vault holds.
 fn validate(args: &SculptArgs, vault: &Path) -> Result<(), Failure> {
     let bar = progress::Bar::default();
-    let counts = smoe_sculpt::compare_codes(&args.checkpoint, vault, args.threads, &bar, interrupt::flag());
+    let counts =
+        smoe_sculpt::compare_codes(&args.checkpoint, vault, args.how.threads, &bar, interrupt::flag());
     bar.finish();
     let counts = counts.map_err(failure)?;
     let mut different = 0;
@@ -102,10 +110,11 @@ fn validate(args: &SculptArgs, vault: &Path) -> Result<(), Failure> {
 
 fn measure_error(args: &SculptArgs, vault: &Path) -> Result<(), Failure> {
     let bar = progress::Bar::default();
-    let errors = smoe_sculpt::measure_error(&args.checkpoint, vault, args.threads, &bar, interrupt::flag());
+    let errors =
+        smoe_sculpt::measure_error(&args.checkpoint, vault, args.how.threads, &bar, interrupt::flag());
     bar.finish();
     let errors = errors.map_err(failure)?;
-    if args.json {
+    if args.how.json {
         let kinds: Vec<_> = errors
             .iter()
             .map(|e| {
@@ -140,7 +149,8 @@ fn measure_error(args: &SculptArgs, vault: &Path) -> Result<(), Failure> {
     Ok(())
 }
 
-fn print_dry_run(dry: &DryRun, as_json: bool) -> Result<(), Failure> {
+/// Shows what a sculpt would do.
+pub fn print_dry_run(dry: &DryRun, as_json: bool) -> Result<(), Failure> {
     if as_json {
         let warnings: Vec<String> = dry.warnings.iter().map(ToString::to_string).collect();
         let json = json!({
@@ -158,6 +168,7 @@ fn print_dry_run(dry: &DryRun, as_json: bool) -> Result<(), Failure> {
             "token_expert_bytes": dry.token_expert_bytes,
             "token_backbone_bytes": dry.token_backbone_bytes,
             "padding_bytes": dry.padding_bytes,
+            "arriving_bytes": dry.arriving_bytes,
             "needed_bytes": dry.needed_bytes,
             "available_bytes": dry.available_bytes,
         });
@@ -197,6 +208,10 @@ fn print_dry_run(dry: &DryRun, as_json: bool) -> Result<(), Failure> {
         Bytes(dry.token_backbone_bytes)
     );
     let available = dry.available_bytes.map_or(String::new(), |bytes| format!(", {} are free", Bytes(bytes)));
-    say!("disk        needs {}{available}", Bytes(dry.needed_bytes));
+    let arriving = match dry.arriving_bytes {
+        0 => String::new(),
+        bytes => format!(", {} of it for files of the checkpoint, which come and go", Bytes(bytes)),
+    };
+    say!("disk        needs {}{arriving}{available}", Bytes(dry.needed_bytes));
     Ok(())
 }

@@ -87,9 +87,8 @@ fn int8_activations_stay_close_to_the_exact_product() {
         let exact = observe(&mut open(&vault, &exact()), &prompt);
         let coded = observe(&mut open(&vault, &options(RingSize::Auto, 64, 2)), &prompt);
         let vocab = vault.spec.vocab_size;
-        let wide = |row: &[f32]| row.iter().map(|&v| f64::from(v)).collect::<Vec<_>>();
         let rows = exact.logits.chunks_exact(vocab).zip(coded.logits.chunks_exact(vocab));
-        let kl: Vec<f64> = rows.map(|(a, b)| smoe_testkit::kl::kl_divergence(&wide(a), &wide(b))).collect();
+        let kl: Vec<f64> = rows.map(|(a, b)| smoe_meter::fidelity::kl_divergence(a, b)).collect();
         let mean = kl.iter().sum::<f64>() / kl.len() as f64;
         eprintln!("{}: mean KL of int8 activations {mean:.2e}", vault.spec.model_type);
         // Measured 3e-3 to 2.3e-2 on these random models, deepseek_v3's the most; a kernel that is wrong is at 1 and

@@ -8,6 +8,7 @@
 
 mod busy;
 mod counter;
+pub mod fidelity;
 mod phase;
 mod routing;
 mod step;

@@ -7,10 +7,8 @@
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
-use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::os::unix::fs::{FileExt, MetadataExt as _};
 use std::path::{Component, Path, PathBuf};
 
 use safetensors::tensor::Metadata;
@@ -20,12 +18,13 @@ use smoe_format::file_name;
 
 use crate::error::{SculptError, Warning};
 use crate::family::Place;
+use crate::files::{self, OnDisk, WeightFiles};
 use crate::source::{
-    Codes, Files, Form, Packing, Part, Raw, Shard, Source, Span, Stored, Unread, gguf, resolve,
+    At, Codes, Files, Form, Packing, Part, Raw, Shard, Source, Span, Stored, Unread, gguf, resolve,
 };
 
 const SINGLE: &str = "model.safetensors";
-const INDEX: &str = "model.safetensors.index.json";
+pub(crate) const INDEX: &str = "model.safetensors.index.json";
 /// The format's own bound on a header.
 const MAX_HEADER: u64 = 100_000_000;
 /// Bytes of a sampled tensor that go into the fingerprint.
@@ -96,28 +95,34 @@ impl Checkpoint {
     /// # Errors
     /// If something is missing, cut short, or ambiguous; named.
     pub fn open(path: &Path) -> Result<Self, SculptError> {
-        Self::open_with(path, None)
+        Self::open_of(path, None, &OnDisk)
     }
 
-    /// As [`Checkpoint::open`], with the directory from which tokenizer and templates are to be taken.
+    /// As [`Checkpoint::open`], with the directory from which tokenizer and templates are to be taken, and with weight
+    /// files that may not be on the disk yet. `config.json`, the index and the side files must be.
     ///
     /// # Errors
     /// As [`Checkpoint::open`].
-    pub fn open_with(path: &Path, tokenizer: Option<&Path>) -> Result<Self, SculptError> {
+    pub fn open_of(
+        path: &Path,
+        tokenizer: Option<&Path>,
+        files: &dyn WeightFiles,
+    ) -> Result<Self, SculptError> {
         if let Some(dir) = tokenizer
             && !dir.join("tokenizer.json").is_file()
         {
             let what = "it has no tokenizer.json".to_owned();
             return Err(SculptError::Tokenizer { file: dir.to_owned(), what });
         }
-        let gguf = path.extension().is_some_and(|e| e == "gguf") && path.is_file();
-        let mut checkpoint = if gguf { Self::open_gguf(path)? } else { Self::open_safetensors(path)? };
+        let gguf = path.extension().is_some_and(|e| e == "gguf") && files.has(path);
+        let mut checkpoint =
+            if gguf { Self::open_gguf(path, files)? } else { Self::open_safetensors(path, files)? };
         checkpoint.tokenizer = tokenizer.map(Path::to_owned);
         Ok(checkpoint)
     }
 
-    fn open_gguf(path: &Path) -> Result<Self, SculptError> {
-        let gguf::Opened { shards, config, tensors, spans, metadata, warnings } = gguf::open(path)?;
+    fn open_gguf(path: &Path, files: &dyn WeightFiles) -> Result<Self, SculptError> {
+        let gguf::Opened { shards, config, tensors, spans, metadata, warnings } = gguf::open(path, files)?;
         let dir = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
         Ok(Self {
             dir: dir.to_owned(),
@@ -132,11 +137,11 @@ impl Checkpoint {
         })
     }
 
-    fn open_safetensors(path: &Path) -> Result<Self, SculptError> {
+    fn open_safetensors(path: &Path, files: &dyn WeightFiles) -> Result<Self, SculptError> {
         let nothing = |what: &str| SculptError::NoCheckpoint { path: path.to_owned(), what: what.to_owned() };
         let (dir, single) = if path.is_dir() {
             (path.to_owned(), None)
-        } else if path.is_file() && path.extension().is_some_and(|e| e == "safetensors") {
+        } else if files.has(path) && path.extension().is_some_and(|e| e == "safetensors") {
             let dir = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
             (dir.to_owned(), path.file_name().and_then(|n| n.to_str()).map(str::to_owned))
         } else {
@@ -153,7 +158,7 @@ impl Checkpoint {
         let mut warnings = Vec::new();
         let (names, index) = match single {
             Some(name) => (vec![name], None),
-            None => match (dir.join(SINGLE).is_file(), dir.join(INDEX).is_file()) {
+            None => match (files.has(&dir.join(SINGLE)), dir.join(INDEX).is_file()) {
                 (true, both) => {
                     if both {
                         let (used, ignored) = (SINGLE.to_owned(), INDEX.to_owned());
@@ -162,7 +167,7 @@ impl Checkpoint {
                     (vec![SINGLE.to_owned()], None)
                 }
                 (false, true) => {
-                    let index = read_index(&dir)?;
+                    let index = read_index(&dir, files)?;
                     let mut names: Vec<String> = index.values().cloned().collect();
                     names.sort();
                     names.dedup();
@@ -174,7 +179,7 @@ impl Checkpoint {
             },
         };
         let mut checkpoint = Self {
-            shards: names.iter().map(|name| Shard::open(&dir, name)).collect::<Result<_, _>>()?,
+            shards: names.iter().map(|name| Shard::open(&dir, name, files)).collect::<Result<_, _>>()?,
             dir,
             config,
             tensors: HashMap::new(),
@@ -367,6 +372,11 @@ impl Checkpoint {
         Files(&self.shards)
     }
 
+    /// The weight files; by their place in this list items name them.
+    pub(crate) fn shards(&self) -> &[Shard] {
+        &self.shards
+    }
+
     /// Reads whole rows of a float tensor as they are into `out`, by way of `raw`.
     pub(crate) fn read_raw(
         &self,
@@ -424,20 +434,38 @@ impl Checkpoint {
             put(&shard.len.to_le_bytes());
         }
         let mut sample = Vec::new();
-        for (name, span) in &self.spans {
-            if name.contains(".experts.") && !crc32c::crc32c(name.as_bytes()).is_multiple_of(64) {
-                continue;
-            }
-            let len = span.bytes.min(SAMPLE);
-            sample.resize(len as usize, 0);
-            self.files().read(span.at.skip((span.bytes - len) / 2), &mut sample)?;
+        for (name, at, len) in self.samples() {
+            sample.resize(len, 0);
+            self.files().read(at, &mut sample)?;
             put(name.as_bytes());
             put(&sample);
         }
         Ok(hex(&hash.finalize()))
     }
 
-    /// Which files these are, not only what they hold: lengths and times of change. Unfinished work goes on
+    /// What the fingerprint takes out of tensors: name, place, bytes.
+    fn samples(&self) -> impl Iterator<Item = (&str, At, usize)> {
+        let taken =
+            |name: &str| !name.contains(".experts.") || crc32c::crc32c(name.as_bytes()).is_multiple_of(64);
+        self.spans.iter().filter(move |(name, _)| taken(name)).map(|(name, span)| {
+            let len = span.bytes.min(SAMPLE);
+            (name.as_str(), span.at.skip((span.bytes - len) / 2), len as usize)
+        })
+    }
+
+    /// Tells `files` what the fingerprint will read.
+    pub(crate) fn expect_samples(&self, files: &dyn WeightFiles) -> Result<(), SculptError> {
+        let place = |(_, at, bytes): (&str, At, usize)| files::Place {
+            path: &self.shards[at.shard].path,
+            offset: at.offset,
+            bytes,
+        };
+        files
+            .expect(&self.samples().map(place).collect::<Vec<_>>())
+            .map_err(SculptError::io("read", &self.dir))
+    }
+
+    /// Which files these are, not only what they hold ([`WeightFile::stamp`](crate::WeightFile::stamp)). Unfinished work goes on
     /// only from the very files that it was begun with; a vault does not know it.
     ///
     /// # Errors
@@ -445,11 +473,8 @@ impl Checkpoint {
     pub fn identity(&self) -> Result<String, SculptError> {
         let mut hash = Sha256::new();
         for shard in &self.shards {
-            let meta = shard.file.metadata().map_err(SculptError::io("read", &shard.path))?;
             hash.update(shard.name.as_bytes());
-            for value in [meta.len() as i64, meta.mtime(), meta.mtime_nsec()] {
-                hash.update(value.to_le_bytes());
-            }
+            hash.update(shard.file.stamp().map_err(SculptError::io("read", &shard.path))?);
         }
         Ok(hex(&hash.finalize())[..16].to_owned())
     }
@@ -461,10 +486,10 @@ pub(crate) fn hex(bytes: &[u8]) -> String {
 }
 
 impl Shard {
-    fn open(dir: &Path, name: &str) -> Result<Self, SculptError> {
+    fn open(dir: &Path, name: &str, files: &dyn WeightFiles) -> Result<Self, SculptError> {
         let path = dir.join(name);
-        let file = File::open(&path).map_err(SculptError::io("open", &path))?;
-        let len = file.metadata().map_err(SculptError::io("read", &path))?.len();
+        let file = files.open(&path).map_err(SculptError::io("open", &path))?;
+        let len = file.bytes().map_err(SculptError::io("read", &path))?;
         let bad = |what: String| SculptError::Safetensors { file: path.clone(), what };
         let mut first = [0; 8];
         if len < 8 {
@@ -482,10 +507,18 @@ impl Shard {
         file.read_exact_at(&mut header, 8).map_err(SculptError::io("read", &path))?;
         Ok(Self { name: name.to_owned(), path, file, len, header })
     }
+
+    /// Checks that the file still begins with the header that the plan was made from.
+    pub fn check_header(&self) -> Result<(), SculptError> {
+        let start = if self.name.ends_with(".gguf") { 0 } else { 8 };
+        let mut header = vec![0; self.header.len()];
+        self.file.read_exact_at(&mut header, start).map_err(SculptError::io("read", &self.path))?;
+        if header == self.header { Ok(()) } else { Err(SculptError::Changed { path: self.path.clone() }) }
+    }
 }
 
 /// Tensor to file name; all files are there.
-fn read_index(dir: &Path) -> Result<BTreeMap<String, String>, SculptError> {
+fn read_index(dir: &Path, files: &dyn WeightFiles) -> Result<BTreeMap<String, String>, SculptError> {
     #[derive(serde::Deserialize)]
     struct Index {
         weight_map: BTreeMap<String, String>,
@@ -506,7 +539,7 @@ fn read_index(dir: &Path) -> Result<BTreeMap<String, String>, SculptError> {
     if tensors.is_empty() {
         return Err(SculptError::Json { path, what: "its weight_map is empty".to_owned() });
     }
-    let mut missing = tensors.iter().filter(|(file, _)| !dir.join(file).is_file());
+    let mut missing = tensors.iter().filter(|(file, _)| !files.has(&dir.join(file)));
     if let Some((file, &count)) = missing.next() {
         return Err(SculptError::MissingShard {
             index: path,

@@ -15,10 +15,12 @@ use smoe_format::{BackboneTensor, Encoding, ExpertFile, Projection, file_name};
 use crate::checkpoint::{Checkpoint, SideFile};
 use crate::encode::{Scratch, item_crc, write_item};
 use crate::error::{SculptError, Warning};
+use crate::files::{OnDisk, WeightFiles};
 use crate::journal::{self, Journal};
 use crate::partial::{Found, JOURNAL, Ledger, Partial, differs, hidden, remove_vault_files};
 use crate::plan::{Item, Plan, parent_of, worker_bytes};
 use crate::progress::Progress;
+use crate::schedule::{self, Stage};
 use crate::settings::Settings;
 use crate::source::Source;
 use crate::vault::{self, Existing};
@@ -55,10 +57,29 @@ pub fn sculpt(
     progress: &dyn Progress,
     cancel: &AtomicBool,
 ) -> Result<Outcome, SculptError> {
+    sculpt_of(checkpoint, &OnDisk, vault, settings, progress, cancel)
+}
+
+/// As [`sculpt`], of weight files that may not be on the disk yet; the vault is the same.
+///
+/// Of files that arrive, work is done in the order of the files, and a file is released once everything that is made
+/// of it is on the disk and in the journal: a kill at any moment costs no file that was released.
+///
+/// # Errors
+/// As [`sculpt`].
+pub fn sculpt_of(
+    checkpoint: &Path,
+    files: &dyn WeightFiles,
+    vault: &Path,
+    settings: &Settings,
+    progress: &dyn Progress,
+    cancel: &AtomicBool,
+) -> Result<Outcome, SculptError> {
     settings.validate()?;
     let vault = &place(vault)?;
     progress.phase("reading headers");
-    let checkpoint = Checkpoint::open_with(checkpoint, settings.tokenizer.as_deref())?;
+    let checkpoint = Checkpoint::open_of(checkpoint, settings.tokenizer.as_deref(), files)?;
+    checkpoint.expect_samples(files)?;
     let settings = &settings.settled(checkpoint.is_coded());
     let plan = Plan::new(&checkpoint, settings, cancel)?;
     refuse_loss(&plan, settings)?;
@@ -83,7 +104,8 @@ pub fn sculpt(
         let _ = fs::remove_dir(&partial.dir);
         return Ok(Outcome::AlreadyComplete);
     }
-    let work = Work { checkpoint: &checkpoint, plan: &plan, settings, partial: &partial, progress, cancel };
+    let work =
+        Work { checkpoint: &checkpoint, files, plan: &plan, settings, partial: &partial, progress, cancel };
     let pieces = match partial.inspect(&plan.provenance, &checkpoint.identity()?, settings.force)? {
         Found::Whole => {
             if work.check(&[])?.is_empty() {
@@ -179,6 +201,7 @@ pub(crate) fn is_complete(vault: &Path, provenance: &Provenance) -> Result<bool,
 
 struct Work<'a> {
     checkpoint: &'a Checkpoint,
+    files: &'a dyn WeightFiles,
     plan: &'a Plan,
     settings: &'a Settings,
     partial: &'a Partial,
@@ -268,7 +291,9 @@ impl Work<'_> {
                 return Err(cancelled());
             }
         }
-        self.check_space(total - done.load(Ordering::Relaxed))?;
+        let todo: Vec<usize> = (0..items.len()).filter(|&i| crcs[i].get().is_none()).collect();
+        let stages = self.stages(&items, &todo);
+        self.check_space(total - done.load(Ordering::Relaxed), &stages)?;
 
         let mut lines = String::new();
         for (i, crc) in crcs.iter().enumerate() {
@@ -283,9 +308,8 @@ impl Work<'_> {
         self.progress.phase("encoding");
         self.progress.start(total);
         self.progress.advance(done.load(Ordering::Relaxed));
-        let todo: Vec<usize> = (0..items.len()).filter(|&i| crcs[i].get().is_none()).collect();
-        let encoded = workers::for_each(workers, todo.len(), self.cancel, |n, scratch: &mut Scratch| {
-            let (i, item) = (todo[n], items[todo[n]]);
+        let encode = |i: usize, scratch: &mut Scratch| -> Result<(), SculptError> {
+            let item = items[i];
             let lossless = self.settings.lossless;
             let crc = write_item(self.checkpoint, plan, item, data.of(item), lossless, scratch)?;
             ledger.finished(&plan.item_name(item), crc, bytes(i))?;
@@ -293,22 +317,66 @@ impl Work<'_> {
             done.fetch_add(bytes(i), Ordering::Relaxed);
             self.progress.advance(bytes(i));
             Ok(())
-        });
-        // Also after an error: what is done is done.
-        let flushed = ledger.flush();
-        let encoded = encoded?;
-        flushed?;
-        if !encoded {
-            return Err(cancelled());
+        };
+        let all = |work: &[usize]| -> Result<bool, SculptError> {
+            let encoded =
+                workers::for_each(workers, work.len(), self.cancel, |n, scratch| encode(work[n], scratch));
+            // Also after an error: what is done is done.
+            let flushed = ledger.flush();
+            let encoded = encoded?;
+            flushed.map(|()| encoded)
+        };
+        let encoded = if self.files.arrives() { self.arriving(&stages, &all) } else { all(&todo) };
+        match encoded {
+            Ok(true) => {}
+            // A file that did not come because nobody waits any more is no error of its own.
+            Err(SculptError::Io { .. }) if workers::stopped(self.cancel) => return Err(cancelled()),
+            Err(e) => return Err(e),
+            Ok(false) => return Err(cancelled()),
         }
         let crcs: Vec<u32> = crcs.iter().map(|crc| *crc.get().expect("all items are done")).collect();
         self.write_heads(&data, &items, &crcs)
     }
 
-    fn check_space(&self, items: u64) -> Result<(), SculptError> {
+    /// Does all work of files that arrive; false if the caller wants to stop.
+    fn arriving(
+        &self,
+        stages: &[Stage],
+        all: &dyn Fn(&[usize]) -> Result<bool, SculptError>,
+    ) -> Result<bool, SculptError> {
+        let shards = self.checkpoint.shards();
+        let paths: Vec<PathBuf> = stages.iter().map(|stage| shards[stage.shard].path.clone()).collect();
+        self.files.order(&paths);
+        for stage in stages {
+            let shard = &shards[stage.shard];
+            self.files.fetch(&shard.path).map_err(SculptError::io("download", &shard.path))?;
+            shard.check_header()?;
+            if !all(&stage.work)? {
+                return Ok(false);
+            }
+            for &done in &stage.last_of {
+                let path = &shards[done].path;
+                self.files.release(path).map_err(SculptError::io("remove", path))?;
+            }
+        }
+        Ok(true)
+    }
+
+    /// In which order files are needed, if they have to arrive.
+    fn stages(&self, items: &[Item], todo: &[usize]) -> Vec<Stage> {
+        if !self.files.arrives() {
+            return Vec::new();
+        }
+        schedule::stages(todo.iter().map(|&i| (i, self.plan.shards(items[i]))))
+    }
+
+    fn check_space(&self, items: u64, stages: &[Stage]) -> Result<(), SculptError> {
         let side: u64 = self.plan.side_files.iter().map(SideFile::len).sum();
         let heads = self.plan.experts.data_offset + self.plan.backbone.header.len() as u64;
-        check_space(&self.partial.dir, items + side + heads)
+        let shards = self.checkpoint.shards();
+        let arriving = schedule::most_bytes(stages, |shard| shards[shard].len);
+        let here: u64 = stages.iter().map(|stage| self.files.here(&shards[stage.shard].path)).sum();
+        check_space(&self.partial.dir, items + side + heads + arriving.saturating_sub(here))
     }
 
     /// Writes side files and both heads, whose checksums are those of the bytes that were encoded, not of
@@ -463,6 +531,8 @@ pub struct DryRun {
     pub token_backbone_bytes: u64,
     /// Bytes of padding in the records.
     pub padding_bytes: u64,
+    /// Of files that arrive, the most that is on the disk at once.
+    pub arriving_bytes: u64,
     /// Free bytes that the disk must have.
     pub needed_bytes: u64,
     /// Free bytes that it has, if a vault was named.
@@ -479,7 +549,22 @@ pub fn dry_run(
     settings: &Settings,
     cancel: &AtomicBool,
 ) -> Result<DryRun, SculptError> {
-    let checkpoint = Checkpoint::open_with(checkpoint, settings.tokenizer.as_deref())?;
+    dry_run_of(checkpoint, &OnDisk, vault, settings, cancel)
+}
+
+/// As [`dry_run`], of weight files that may not be on the disk yet.
+///
+/// # Errors
+/// As [`dry_run`].
+pub fn dry_run_of(
+    checkpoint: &Path,
+    files: &dyn WeightFiles,
+    vault: Option<&Path>,
+    settings: &Settings,
+    cancel: &AtomicBool,
+) -> Result<DryRun, SculptError> {
+    let checkpoint = Checkpoint::open_of(checkpoint, settings.tokenizer.as_deref(), files)?;
+    checkpoint.expect_samples(files)?;
     let settings = &settings.settled(checkpoint.is_coded());
     let plan = Plan::new(&checkpoint, settings, cancel)?;
     refuse_loss(&plan, settings)?;
@@ -500,6 +585,12 @@ pub fn dry_run(
         .filter(|t| embedding(t.tensor))
         .map(|t| (t.rows.saturating_sub(1) * t.cols) as u64)
         .sum();
+    let mut arriving_bytes = 0;
+    if files.arrives() {
+        let needs = plan.items().into_iter().enumerate().map(|(i, item)| (i, plan.shards(item)));
+        let shards = checkpoint.shards();
+        arriving_bytes = schedule::most_bytes(&schedule::stages(needs), |shard| shards[shard].len);
+    }
     let available_bytes = match vault {
         None => None,
         Some(vault) => Some(available(existing_ancestor(vault))?),
@@ -517,7 +608,8 @@ pub fn dry_run(
         token_expert_bytes: sum(&|l| spec.moe.top_k * l.record_len),
         token_backbone_bytes,
         padding_bytes: sum(&|l| l.n_experts as usize * (l.record_len - l.used_bytes())),
-        needed_bytes: plan.total_bytes() + RESERVE,
+        needed_bytes: plan.total_bytes() + arriving_bytes + RESERVE,
+        arriving_bytes,
         available_bytes,
         spec: spec.clone(),
         warnings: plan.sources.warnings,

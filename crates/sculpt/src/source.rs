@@ -11,9 +11,7 @@ pub(crate) mod gguf;
 mod packed;
 mod stacked;
 
-use std::fs::File;
 use std::ops::Range;
-use std::os::unix::fs::FileExt as _;
 use std::path::PathBuf;
 
 use smoe_format::half::{f16_to_f32, f32_to_f16};
@@ -21,6 +19,7 @@ use smoe_format::tile::ROWS;
 use smoe_format::{Encoding, Table, Uniform, Zero};
 
 use crate::error::SculptError;
+use crate::files::WeightFile;
 pub(crate) use packed::{Mlx, Packing, Raw, resolve};
 
 /// A file of weights.
@@ -28,7 +27,7 @@ pub(crate) use packed::{Mlx, Packing, Raw, resolve};
 pub(crate) struct Shard {
     pub name: String,
     pub path: PathBuf,
-    pub file: File,
+    pub file: Box<dyn WeightFile>,
     pub len: u64,
     /// Everything before the data.
     pub header: Vec<u8>,
@@ -292,6 +291,20 @@ impl Form {
         !matches!(self, Self::Ggml { kind, .. } if kind.is_super_block())
     }
 
+    /// The files that its bytes are in.
+    pub fn shards(&self) -> Vec<usize> {
+        let at = match self {
+            Self::Float { at, .. } | Self::Strided { at, .. } | Self::Ggml { at, .. } => vec![*at],
+            Self::Fp8 { at, scales, .. } => vec![*at, *scales],
+            Self::Mxfp4 { blocks, scales } => vec![*blocks, *scales],
+            Self::Mlx { codes, scales, minima, .. } => vec![*codes, *scales, *minima],
+            Self::Gptq(gptq) => gptq.places(),
+            Self::Awq(awq) => awq.places(),
+            Self::Heads(heads) => heads.places(),
+        };
+        at.into_iter().map(|at| at.shard).collect()
+    }
+
     /// True if the weights are not stored as floats.
     pub const fn is_coded(&self) -> bool {
         !matches!(self, Self::Float { .. } | Self::Strided { .. })
@@ -523,7 +536,13 @@ mod tests {
         let mut file = tempfile::tempfile().expect("a file");
         let values: Vec<f32> = (0..heads * of * cols).map(|i| i as f32).collect();
         file.write_all(&values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<_>>()).expect("room");
-        let shards = [Shard { name: "s".to_owned(), path: "s".into(), file, len: 0, header: Vec::new() }];
+        let shards = [Shard {
+            name: "s".to_owned(),
+            path: "s".into(),
+            file: Box::new(file),
+            len: 0,
+            header: Vec::new(),
+        }];
         let form = Form::Float { at: At { shard: 0, offset: 0 }, ty: Encoding::F32 };
         let (rows, order, part) = (heads * of, Order::Plain, Part::Whole);
         let whole = Source { encoding: Encoding::F32, rows, cols, form, order, part };

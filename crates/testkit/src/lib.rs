@@ -1,7 +1,7 @@
-//! What tests measure the engine against: a slow reference of another shape, tiny models, goldens, metrics.
+//! What tests measure the engine against: a slow reference of another shape, tiny models, goldens.
 //!
 //! ```text
-//! fixtures, checkpoints, vaults ──► Weights ──► reference::forward (f64) ──► golden::compare, kl
+//! fixtures, checkpoints, vaults ──► Weights ──► reference::forward (f64) ──► golden::compare
 //! TinyModel ──► checkpoint or vault on disk
 //! ```
 //!
@@ -12,7 +12,6 @@
 
 pub mod fixtures;
 pub mod golden;
-pub mod kl;
 pub mod mxfp4;
 pub mod random;
 pub mod reference;

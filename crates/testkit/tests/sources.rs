@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use smoe_format::{BackboneTensor, Encoding, ExpertKey, ModelSpec, Projection, Uniform, Zero};
-use smoe_testkit::kl::Fidelity;
+use smoe_meter::fidelity::{Fidelity, TokenScore};
 use smoe_testkit::tiny::{CheckpointOptions, ConfigStyle, Float, tokenizer};
 use smoe_testkit::{
     CheckpointWeights, Golden, OriginalWeights, TinyModel, VaultWeights, Weights, fixtures, forward,
@@ -163,9 +163,9 @@ fn a_coded_vault_is_off_by_no_more_than_its_codes() {
         let (p, q) = (forward(&model.spec, &model, &tokens), forward(&model.spec, &weights, &tokens));
         let mut fidelity = Fidelity::default();
         for (p, q) in p.logits.chunks(model.spec.vocab_size).zip(q.logits.chunks(model.spec.vocab_size)) {
-            fidelity.add(p, q, 0);
+            fidelity.add(&TokenScore::against(q, p, 0, 1));
         }
-        let s = fidelity.summary();
+        let s = fidelity.summary().against.unwrap();
         println!("{}: KL {:.4}, top-1 {:.3}", experts[0], s.kl.value, s.top1.value);
         assert!(s.kl.value > 0.0);
     }
@@ -226,10 +226,10 @@ fn the_originals_files_hold_the_codes_of_the_checkpoint() {
         fidelity.begin();
         for (i, next) in prompt.tokens.iter().enumerate().skip(1) {
             let row = (i - 1) * spec.vocab_size..i * spec.vocab_size;
-            fidelity.add(&prompt.logits[row.clone()], &p.logits[row], *next);
+            fidelity.add(&TokenScore::against(&p.logits[row.clone()], &prompt.logits[row], *next, 1));
         }
     }
-    let s = fidelity.summary();
-    println!("the original's 4 bits: KL {} nats, top-1 {}", s.kl, s.top1);
+    let s = fidelity.summary().against.unwrap();
+    println!("the original's 4 bits: KL {} nats, top-1 {}", s.kl.value, s.top1.value);
     assert!(s.kl.value > 0.0 && s.kl.value < 0.5 && s.top1.value > 0.5);
 }

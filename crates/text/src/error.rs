@@ -86,6 +86,20 @@ pub enum TextError {
         /// Why.
         source: Box<TextError>,
     },
+    /// A model directory lacks what is needed.
+    #[error("the model has no {what}")]
+    Absent {
+        /// What.
+        what: &'static str,
+    },
+    /// An answer of a conversation does not stand where the prompt for it ends.
+    #[error(
+        "message {message}: the chat template retells what stands before it otherwise than it asks for it"
+    )]
+    Answer {
+        /// Its place in the conversation, from 1.
+        message: usize,
+    },
     /// A tokenizer's tokens cannot serve a grammar.
     #[error("answers of this model cannot be constrained: {reason}")]
     Vocabulary {

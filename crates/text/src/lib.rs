@@ -13,6 +13,7 @@
 //! - [`Detokeniser`]: the same text piece by piece; a piece never ends inside a character.
 //! - [`StopMatcher`]: cuts a stream at a stop string, wherever the pieces break.
 //! - [`ChatTemplate`]: Jinja2 as `transformers` renders it.
+//! - [`Dialogue`]: a finished conversation as tokens, and which of them are answers.
 //! - [`Constraint`]: which tokens may come next so that an answer is JSON, follows a schema or is a call.
 //! - [`ReplyParser`]: reasoning, text and tool calls out of the stream.
 //! - [`ModelText`]: all of the above from a model directory's side files.
@@ -22,6 +23,7 @@
 mod constrain;
 mod decoding;
 mod detokeniser;
+mod dialogue;
 mod error;
 mod generation;
 mod model_text;
@@ -33,6 +35,7 @@ mod tokenizer;
 
 pub use constrain::{CallShape, Constraint, GrammarLimits, GrammarVocabulary, Shape};
 pub use detokeniser::Detokeniser;
+pub use dialogue::Dialogue;
 pub use error::TextError;
 pub use model_text::{GenerationDefaults, ModelText};
 pub use reply::{ReplyEvent, ReplyFormat, ReplyParser, ToolFormat, ToolSpec};

@@ -14,10 +14,9 @@ use std::time::Instant;
 use serde_json::Value;
 use smoe_engine::plan::PlanRequest;
 use smoe_engine::{Engine, EngineOptions, KvType, Vault};
-use smoe_format::file_name;
 use smoe_sculpt::{BackboneBits, Settings, sculpt};
 use smoe_testkit::shared_path;
-use smoe_text::{ChatTemplate, ModelText, TemplateInput, Tokenizer};
+use smoe_text::{Dialogue, ModelText, TemplateInput};
 use tempfile::TempDir;
 
 use crate::{Result, workspace};
@@ -173,64 +172,25 @@ fn open(recipe: Recipe, checkpoint: &Path, scratch: &TempDir) -> Result<Subject>
     })
 }
 
-/// A rendered dialogue.
-struct Dialogue {
-    tokens: Vec<u32>,
-    /// The token belongs to an answer: its text or the mark that ends it.
-    answer: Vec<bool>,
-}
-
 /// The held-out dialogues and the model's own way to render them.
 struct Dialogues {
     messages: Vec<Value>,
-    template: ChatTemplate,
-    tokenizer: Tokenizer,
-    /// What stands before an answer.
-    opening: Vec<u32>,
-    /// What ends it.
-    end: u32,
+    text: ModelText,
 }
 
 impl Dialogues {
     fn open(checkpoint: &Path) -> Result<Self> {
         let text = ModelText::load(&|name| std::fs::read(checkpoint.join(name)).ok())?;
-        let template = text.chat_template.ok_or("the checkpoint has no chat template")?;
-        let tokenizer =
-            text.tokenizer.ok_or_else(|| format!("the checkpoint has no {}", file_name::SIDE_FILES[2]))?;
         let lines = std::fs::read_to_string(checkpoint.join("heldout.jsonl"))?;
         let messages = lines
             .lines()
             .map(|line| Ok(serde_json::from_str::<Value>(line)?["messages"].take()))
             .collect::<Result<Vec<_>>>()?;
-        let opening = tokenizer.encode("<|im_start|>assistant\n")?;
-        let end = tokenizer.token_to_id("<|im_end|>").ok_or("the tokenizer has no <|im_end|>")?;
-        Ok(Self { messages, template, tokenizer, opening, end })
+        Ok(Self { messages, text })
     }
 
     fn render(&self, index: usize) -> Result<Dialogue> {
-        let messages = &self.messages[index];
-        let text =
-            self.template.render(&TemplateInput { messages: messages.clone(), ..Default::default() })?;
-        let tokens = self.tokenizer.encode(&text)?;
-        let mut answer = vec![false; tokens.len()];
-        let mut found = 0;
-        let mut at = 0;
-        while at < tokens.len() {
-            if tokens[at..].starts_with(&self.opening) {
-                at += self.opening.len();
-                found += 1;
-                let len = tokens[at..].iter().position(|&t| t == self.end).ok_or("an answer has no end")? + 1;
-                answer[at..at + len].fill(true);
-                at += len;
-            } else {
-                at += 1;
-            }
-        }
-        let is_answer = |message: &&Value| message["role"] == "assistant";
-        let expected = messages.as_array().map_or(0, |m| m.iter().filter(is_answer).count());
-        if found != expected {
-            return Err(format!("dialogue {index}: {found} of {expected} answers found").into());
-        }
-        Ok(Dialogue { tokens, answer })
+        let input = TemplateInput { messages: self.messages[index].clone(), ..Default::default() };
+        self.text.dialogue(&input).map_err(|e| format!("dialogue {index}: {e}").into())
     }
 }

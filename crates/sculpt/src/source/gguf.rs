@@ -7,8 +7,6 @@ mod model;
 mod tokenizer;
 
 use std::collections::{BTreeMap, HashMap};
-use std::fs::File;
-use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
 use serde_json::Value as Json;
@@ -16,6 +14,7 @@ use smoe_format::Encoding;
 
 use super::{At, Form, Order, Shard, Span, Stored, Unread, ggml};
 use crate::error::{SculptError, Warning};
+use crate::files::{WeightFile, WeightFiles};
 
 const MAGIC: &[u8; 4] = b"GGUF";
 /// Bounds of what a header may hold: several times what the largest published ones do.
@@ -142,8 +141,8 @@ pub(crate) struct Opened {
 }
 
 /// Opens a GGUF file, or all files of a split one of which `path` is one.
-pub(crate) fn open(path: &Path) -> Result<Opened, SculptError> {
-    let (shard, metadata, tensors) = read(path, 0)?;
+pub(crate) fn open(path: &Path, files: &dyn WeightFiles) -> Result<Opened, SculptError> {
+    let (shard, metadata, tensors) = read(path, 0, files)?;
     let count = metadata.unsigned("split.count")?.unwrap_or(1);
     let mut shards = vec![shard];
     let mut all = tensors;
@@ -163,7 +162,7 @@ pub(crate) fn open(path: &Path) -> Result<Opened, SculptError> {
                     no + 1
                 ),
             })?;
-            let (shard, of_file, tensors) = read(&file, no as usize)?;
+            let (shard, of_file, tensors) = read(&file, no as usize, files)?;
             let said = (of_file.unsigned("split.no")?, of_file.unsigned("split.count")?);
             if said != (Some(no), Some(count)) {
                 let what =
@@ -215,10 +214,14 @@ fn split_name(path: &Path, no: u64, count: u64) -> Option<PathBuf> {
 type Named = (String, Tensor);
 
 /// Reads one file.
-fn read(path: &Path, shard: usize) -> Result<(Shard, Metadata, Vec<Named>), SculptError> {
-    let file = File::open(path).map_err(SculptError::io("open", path))?;
-    let len = file.metadata().map_err(SculptError::io("read", path))?.len();
-    let mut cursor = Cursor { path, file: &file, len, at: 0, elements: 0, ahead: Vec::new(), ahead_at: 0 };
+fn read(
+    path: &Path,
+    shard: usize,
+    files: &dyn WeightFiles,
+) -> Result<(Shard, Metadata, Vec<Named>), SculptError> {
+    let file = files.open(path).map_err(SculptError::io("open", path))?;
+    let len = file.bytes().map_err(SculptError::io("read", path))?;
+    let mut cursor = Cursor { path, file: &*file, len, at: 0, elements: 0, ahead: Vec::new(), ahead_at: 0 };
     let (metadata, tensors, data) = cursor.header(shard)?;
     let mut header = vec![0; data.min(len) as usize];
     file.read_exact_at(&mut header, 0).map_err(SculptError::io("read", path))?;
@@ -229,7 +232,7 @@ fn read(path: &Path, shard: usize) -> Result<(Shard, Metadata, Vec<Named>), Scul
 /// Reads a header from its start.
 struct Cursor<'a> {
     path: &'a Path,
-    file: &'a File,
+    file: &'a dyn WeightFile,
     len: u64,
     at: u64,
     /// Elements of arrays so far.

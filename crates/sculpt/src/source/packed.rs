@@ -500,6 +500,11 @@ impl Gptq {
     }
 
     /// Reads which group each column is in, and forgets the list if it says nothing new.
+    /// Where its tensors are.
+    pub fn places(&self) -> Vec<At> {
+        [self.codes, self.zeros, self.scales].into_iter().chain(self.order).collect()
+    }
+
     pub fn examine(&mut self, files: Files<'_>) -> Result<(), SculptError> {
         if self.order.is_some() {
             let groups = self.groups(files)?;
@@ -658,6 +663,11 @@ fn awq(module: &str, tensor: &Raw, raw: &HashMap<String, Raw>, group: usize) -> 
 }
 
 impl Awq {
+    /// Where its tensors are.
+    pub fn places(&self) -> Vec<At> {
+        vec![self.codes, self.zeros, self.scales]
+    }
+
     pub fn uniform(&self) -> Option<Uniform> {
         regrouped(4, self.group)
     }

@@ -177,6 +177,15 @@ impl Leaf {
 }
 
 impl Heads {
+    /// Where its tensors are.
+    pub fn places(&self) -> Vec<At> {
+        [self.k, self.v]
+            .map(|leaf| match leaf {
+                Leaf::Float(at, _) | Leaf::Ggml(at, _) => at,
+            })
+            .to_vec()
+    }
+
     pub fn weights(
         &self,
         source: &Source,

@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 use std::path::Path;
 
-use smoe_testkit::kl::DocumentMean;
+use smoe_meter::fidelity::{DocumentMean, Estimate};
 
 use super::Subject;
 use super::score::Scores;
@@ -11,10 +11,6 @@ use crate::Result;
 
 const BEGIN: &str = "<!-- begin: written by `cargo xtask fidelity` -->";
 const END: &str = "<!-- end -->";
-
-/// Draws of the standard errors, as in `testkit::kl`.
-const RESAMPLES: usize = 1000;
-const SEED: u64 = 0x5eed;
 
 /// Mean losses of the demo model over `heldout.jsonl` by its model card (transformers, f32): answers, all tokens.
 const CARD: (f64, f64) = (1.205, 0.888);
@@ -155,9 +151,13 @@ fn line(text: &mut String, line: &str) {
 
 /// A mean and its standard error, as many digits as the error bears.
 fn with_error(mean: &DocumentMean) -> String {
-    let error = mean.standard_error(|m| m, RESAMPLES, SEED);
-    let places = if error > 0.0 { (1.0 - error.log10().floor()).clamp(2.0, 9.0) as usize } else { 6 };
-    format!("{:.places$} ± {error:.places$}", mean.mean())
+    let Estimate { value, standard_error } = Estimate::mean(mean);
+    let places = if standard_error > 0.0 {
+        (1.0 - standard_error.log10().floor()).clamp(2.0, 9.0) as usize
+    } else {
+        6
+    };
+    format!("{value:.places$} ± {standard_error:.places$}")
 }
 
 /// Puts `text` between the marks of the file at `path`; a file that is not there is begun.

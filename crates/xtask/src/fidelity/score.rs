@@ -1,7 +1,7 @@
 //! From logits to figures.
 
 use smoe_engine::{Engine, Observer};
-use smoe_testkit::kl::{DocumentMean, argmax, log_softmax};
+use smoe_meter::fidelity::{DocumentMean, argmax, kl_of_logs, log_softmax};
 
 use crate::Result;
 
@@ -148,10 +148,10 @@ fn scores(reference: &Reference, logits: &Logits) -> Vec<(f64, Option<AnswerScor
 fn score(position: &Position, row: &[f32]) -> (f64, Option<AnswerScore>) {
     let q = log_softmax(row);
     let nll = -q[position.next];
-    let answer = position.answer.as_ref().map(|(p, top)| {
-        // Terms that are not negative, as in `testkit::kl`: small divergences are not lost among large ones.
-        let kl = p.iter().zip(&q).map(|(&p, &q)| p.exp() * ((q - p).exp_m1() - (q - p))).sum();
-        AnswerScore { nll, kl, top1: argmax(row) == *top }
+    let answer = position.answer.as_ref().map(|(p, top)| AnswerScore {
+        nll,
+        kl: kl_of_logs(p, &q),
+        top1: argmax(row) == *top,
     });
     (nll, answer)
 }
