@@ -19,7 +19,7 @@ use smoe_store::{
 
 use crate::EngineError;
 use crate::backend::cpu::{self, CALL_EXPERTS};
-use crate::backend::{Backend, Chosen, DeviceChoice, DeviceTier, HEAD_ROWS, KernelTimes, Row};
+use crate::backend::{Advanced, Backend, Chosen, DeviceChoice, DeviceTier, HEAD_ROWS, KernelTimes, Row};
 use crate::ceiling::{self, MemoryCeiling};
 use crate::device::DevicePlan;
 use crate::governor::Governor;
@@ -222,6 +222,8 @@ pub struct Engine {
     rows: Vec<Row>,
     /// Their tokens.
     row_tokens: Vec<u32>,
+    /// Rows whose logits are wanted; none of them if they are more than the backend takes at once.
+    head_rows: Vec<usize>,
     /// Tokens computed so far: the clock of the experts' last uses.
     tokens_done: u64,
     /// Tokens of the running `sync` that are done, and that are to do.
@@ -330,6 +332,7 @@ impl Engine {
             leases: Vec::with_capacity(spec.moe.n_experts),
             rows: Vec::with_capacity(plan.chunk),
             row_tokens: Vec::with_capacity(plan.chunk),
+            head_rows: Vec::with_capacity(HEAD_ROWS),
             tokens_done: 0,
             prefilled: (0, 0),
             watch: RouteWatch::new(&spec),
@@ -480,7 +483,7 @@ impl Engine {
     pub fn forget_experts(&mut self) {
         if !self.plan.holds_all() && !self.all_on_device {
             self.store.forget();
-            self.backend.forget_experts();
+            self.backend.forget_experts(0..self.spec.n_layers());
         }
         self.watch.begin_step(&[]);
     }
@@ -955,10 +958,16 @@ impl Engine {
     fn place(&mut self, sessions: &[Session]) -> Result<(), EngineError> {
         self.rows.clear();
         self.row_tokens.clear();
+        self.head_rows.clear();
+        let wanted: usize = sessions.iter().map(|session| session.wanted).sum();
         for session in sessions {
             self.check_owner(session);
             let (first, end) = (session.tokens.len(), session.tokens.len() + session.pending.len());
             self.kv.reserve(session.seq, first, end)?;
+            if wanted <= HEAD_ROWS {
+                let row = self.rows.len() + session.pending.len();
+                self.head_rows.extend(row - session.wanted..row);
+            }
             let row = |position| Row { seq: session.seq, position: position as u32 };
             self.rows.extend((first..end).map(row));
             self.row_tokens.extend_from_slice(&session.pending);
@@ -985,6 +994,9 @@ impl Engine {
         let (mut moe_index, mut layer) = (0, 0);
         while layer < self.spec.n_layers() {
             control.check()?;
+            if let Some(slots) = self.governor.advise(self.store.limit()) {
+                self.store.set_limit(slots);
+            }
             if self.on_device && observer.is_none() {
                 let next = self.advance(layer, &mut moe_index)?;
                 if next > layer {
@@ -998,9 +1010,6 @@ impl Engine {
             }
             if let Some(observer) = &mut observer {
                 observer.hidden(layer, first, self.backend.hidden()?);
-            }
-            if let Some(slots) = self.governor.advise(self.store.limit()) {
-                self.store.set_limit(slots);
             }
             if n_tokens >= SAVE_ROWS {
                 self.kv.save(1);
@@ -1037,20 +1046,34 @@ impl Engine {
         Ok(())
     }
 
-    /// Lets the backend compute what it can by itself from `layer` on, and counts how it routed; gives the layer that
-    /// is left.
+    /// Lets the backend compute what it can by itself from `layer` on, counts how it routed, and brings it the experts
+    /// that it halted for; gives the layer that is left.
     fn advance(&mut self, layer: usize, moe_index: &mut usize) -> Result<usize, EngineError> {
         self.clock.switch(Phase::Device);
-        let next = self.backend.advance(layer, &self.rows, &mut self.kv)?;
-        for is_moe in self.spec.layers[layer..next].iter().map(|kind| *kind == FfnKind::Moe) {
-            if is_moe {
-                let logits = self.backend.advanced(*moe_index)?;
-                self.routes.route(self.kernels, &self.spec.moe, *moe_index, logits);
-                self.watch.routed(self.kernels, *moe_index, &self.rows, logits, &self.routes);
-                *moe_index += 1;
+        let Advanced { next, halted } =
+            self.backend.advance(layer, &self.rows, &mut self.kv, &self.head_rows)?;
+        for layer in layer..next {
+            if self.spec.layers[layer] == FfnKind::Moe {
+                self.hear(moe_index)?;
+                self.backend.routed(layer, &self.routes);
             }
         }
-        Ok(next)
+        if !halted {
+            return Ok(next);
+        }
+        self.hear(moe_index)?;
+        self.store.poll();
+        self.run_experts(next)?;
+        Ok(next + 1)
+    }
+
+    /// Routes a layer as the backend has routed it.
+    fn hear(&mut self, moe_index: &mut usize) -> Result<(), EngineError> {
+        let logits = self.backend.advanced(*moe_index)?;
+        self.routes.route(self.kernels, &self.spec.moe, *moe_index, logits);
+        self.watch.routed(self.kernels, *moe_index, &self.rows, logits, &self.routes);
+        *moe_index += 1;
+        Ok(())
     }
 
     /// Ranks the experts of a layer that comes by its router over the hidden states as they are before it: to

@@ -75,8 +75,8 @@ impl Chosen {
             }
             return Err(EngineError::Unsupported { what: format!("{what} on a GPU (--device cpu can)") });
         }
-        match Gpu::open(name, software) {
-            Ok(gpu) => Ok(Self { gpu: Some(std::sync::Arc::new(gpu)), note: None }),
+        match Gpu::shared(name, software) {
+            Ok(gpu) => Ok(Self { gpu: Some(gpu), note: None }),
             Err(error) if *choice == DeviceChoice::Auto => {
                 Ok(Self::cpu(Some(format!("on the processor: {error}"))))
             }

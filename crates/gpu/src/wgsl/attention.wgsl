@@ -3,7 +3,7 @@
 //
 // Needs: norm_float.wgsl, attention_*.wgsl, fn fma4, const HEADS, KV_HEADS, PER_KV, QUERIES (of a workgroup), GROUPS
 // (workgroups that share a kv head's queries), TILE (tokens), HEAD_DIM, VALUE_DIM, COLUMNS (lanes side by side
-// over a value), ROW (16-byte words of a cache row), NARROW (of four values in 16 bytes), STAGE; the buffers
+// over a value), ROW (16-byte words of a cache row), NARROW (of four values in 16 bytes), STAGE, alias Narrow (these four); the buffers
 // queries (vec4<f32>), keys (vec4<u32>) and values (four elements each) of the same cache, rows (vec4<u32>),
 // tables (u32), sums (vec4<f32>), stats (vec2<f32>).
 //
@@ -32,6 +32,8 @@ const RAGGED: bool = STEPS * 4u * PARTS != QUERY_WORDS;
 const VECTORS: u32 = (QUERIES + 3u) / 4u;
 const VALUE_WORDS: u32 = VALUE_DIM / 4u;
 const SLICES: u32 = THREADS / COLUMNS;
+// Rows of values that a lane reads before it adds them up: a round trip to memory for each would take longest of all.
+const AT_ONCE: u32 = 8u;
 // The weight of a position that a query does not see: -0, which no weight is.
 const UNSEEN: u32 = 0x80000000u;
 
@@ -218,18 +220,27 @@ fn main(
                 acc[q] = vec4(0.0);
             }
             if (column < VALUE_WORDS) {
-                for (var i = slice; i < end; i += SLICES) {
-                    if (i < start) {
-                        continue;
+                for (var first = slice; first < end; first += SLICES * AT_ONCE) {
+                    // All are on their way before the first is used.
+                    var rows_ahead: array<Narrow, AT_ONCE>;
+                    for (var j = 0u; j < AT_ONCE; j++) {
+                        let i = clamp(first + j * SLICES, start, end - 1u);
+                        rows_ahead[j] = values[row_at(1u, kv_head, i) * NARROW + column];
                     }
-                    let x = widen_value(values[row_at(1u, kv_head, i) * NARROW + column]);
-                    for (var v = 0u; v < VECTORS; v++) {
-                        let w = scores[i * VECTORS + v];
-                        for (var k = 0u; k < 4u; k++) {
-                            let q = 4u * v + k;
-                            if (q < QUERIES) {
-                                let next = fma4(vec4(w[k]), x, acc[q]);
-                                acc[q] = select(acc[q], next, TILE == 1u || alike || bitcast<u32>(w[k]) != UNSEEN);
+                    for (var j = 0u; j < AT_ONCE; j++) {
+                        let i = first + j * SLICES;
+                        if (i < start || i >= end) {
+                            continue;
+                        }
+                        let x = widen_value(rows_ahead[j]);
+                        for (var v = 0u; v < VECTORS; v++) {
+                            let w = scores[i * VECTORS + v];
+                            for (var k = 0u; k < 4u; k++) {
+                                let q = 4u * v + k;
+                                if (q < QUERIES) {
+                                    let next = fma4(vec4(w[k]), x, acc[q]);
+                                    acc[q] = select(acc[q], next, TILE == 1u || alike || bitcast<u32>(w[k]) != UNSEEN);
+                                }
                             }
                         }
                     }

@@ -114,6 +114,12 @@ impl ExpertTier {
         self.meter.hits.add(1);
     }
 
+    /// Counts a use of an expert that is here, by a kernel that is done.
+    pub(super) fn used(&mut self, index: usize, slot: u32, stamp: u64) {
+        self.layers[index].policy.touch(slot, stamp);
+        self.meter.hits.add(1);
+    }
+
     /// The recorded step was submitted: its slots may be written again.
     pub(super) fn submitted(&mut self) {
         self.step += 1;
@@ -156,19 +162,18 @@ impl ExpertTier {
         layer.memory.part(u64::from(slot) * layer.slot_bytes, len)
     }
 
-    /// Forgets every expert.
-    pub(super) fn clear(&mut self, gpu: &Gpu) {
-        for layer in &mut self.layers {
-            for slot in 0..layer.expert_of.len() as u32 {
-                let expert = std::mem::replace(&mut layer.expert_of[slot as usize], ABSENT);
-                if expert != ABSENT {
-                    layer.policy.remove(slot);
-                    layer.slot_of[expert as usize] = ABSENT;
-                    self.absent += 1;
-                    layer.free.push(slot);
-                }
+    /// Forgets every expert of the `index`-th MoE layer.
+    pub(super) fn clear(&mut self, gpu: &Gpu, index: usize) {
+        let layer = &mut self.layers[index];
+        for slot in 0..layer.expert_of.len() as u32 {
+            let expert = std::mem::replace(&mut layer.expert_of[slot as usize], ABSENT);
+            if expert != ABSENT {
+                layer.policy.remove(slot);
+                layer.slot_of[expert as usize] = ABSENT;
+                self.absent += 1;
+                layer.free.push(slot);
             }
-            gpu.write(&layer.table, 0, &vec![0xff; layer.slot_of.len() * 4]);
         }
+        gpu.write(&layer.table, 0, &vec![0xff; layer.slot_of.len() * 4]);
     }
 }
