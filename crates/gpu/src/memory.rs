@@ -36,6 +36,17 @@ impl Slice {
         self.buffer == other.buffer && (self.offset, self.len) == (other.offset, other.len)
     }
 
+    /// Where it begins, counted from the beginning of a slice of the same buffer that ends before it.
+    pub(crate) fn after(&self, other: &Self) -> Option<u64> {
+        let behind = self.buffer == other.buffer && other.offset + other.len <= self.offset;
+        behind.then(|| self.offset - other.offset)
+    }
+
+    /// From its beginning to the end of a slice of the same buffer behind it.
+    pub(crate) fn to_end_of(&self, other: &Self) -> Self {
+        Self { len: other.offset + other.len - self.offset, ..self.clone() }
+    }
+
     /// `len` bytes from `offset` on. As a binding, `offset` must be aligned as [`Gpu::alignment`] says.
     ///
     /// # Panics

@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 use smoe_format::tile::plane_widths;
 use smoe_format::{Encoding, Zero};
 
-use crate::quantise::{HIDE, QUANTISE, source};
+use crate::quantise::{QUANTISE, source};
 use crate::shader::{Access, Op, Shader};
 use crate::{CodedPlane, Gpu, GpuError, Quantise, Slice, Step};
 
@@ -113,9 +113,9 @@ impl<'a> Draft<'a> {
         self.bound(gpu, name, source)
     }
 
-    /// The kernel, with the device's own fma, fused or not: for sums whose order is nobody else's.
-    pub(crate) fn loose_op(self, gpu: &Gpu, name: &str) -> Result<Op, GpuError> {
-        let source = [&self.source, HIDE, include_str!("wgsl/quantise_fma.wgsl")].concat();
+    /// The same, but `rest` has the device's own `fma`, fused or not: for sums whose order is nobody else's.
+    pub(crate) fn loose_op(self, gpu: &Gpu, name: &str, rest: &str) -> Result<Op, GpuError> {
+        let source = source(gpu, &[], &[&self.source])? + rest;
         self.bound(gpu, name, source)
     }
 

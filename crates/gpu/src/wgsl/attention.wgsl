@@ -10,6 +10,9 @@
 // Splits begin at multiples of SPLIT, whatever the token sees, and every sum within one has an order of its own,
 // fixed per query: so what a token gets depends neither on its neighbours nor on how many there are.
 //
+// Then attention_split.wgsl leaves what others go on with, or, if there is no other split, attention_whole.wgsl makes
+// of it what attention_combine.wgsl would.
+//
 //     scores    a quad of lanes for two positions; a lane takes every fourth 16 bytes of the two keys, for all
 //               queries at once
 //     weights   a lane for a position and four queries
@@ -44,6 +47,11 @@ var<workgroup> scores: array<vec4<f32>, SPLIT * VECTORS>;
 var<workgroup> maxima: array<vec4<f32>, THREADS / 4u>;
 var<workgroup> totals: array<vec4<f32>, THREADS / 4u>;
 var<workgroup> blocks: array<u32, SPLIT / BLOCK>;
+
+/// With the device's own fma: the order of these sums is nobody else's.
+fn loose4(a: vec4<f32>, b: vec4<f32>, c: vec4<f32>) -> vec4<f32> {
+    return fma(a, b, c);
+}
 
 /// First 16 bytes of the row of a position of the split.
 fn row_at(plane: u32, head: u32, position: u32) -> u32 {
@@ -208,7 +216,7 @@ fn main(
                     let head = part + query % SHARE;
                     if (token >= begin && token < to && head < PER_KV) {
                         let unit = (tile + token - p.first) * p.splits + wg.x;
-                        stats[unit * HEADS + kv_head * PER_KV + head] = vec2(maximum[i], total[i]);
+                        end_query(unit, query, kv_head * PER_KV + head, maximum[i], total[i]);
                     }
                 }
             }
@@ -238,7 +246,7 @@ fn main(
                             for (var k = 0u; k < 4u; k++) {
                                 let q = 4u * v + k;
                                 if (q < QUERIES) {
-                                    let next = fma4(vec4(w[k]), x, acc[q]);
+                                    let next = loose4(vec4(w[k]), x, acc[q]);
                                     acc[q] = select(acc[q], next, TILE == 1u || alike || bitcast<u32>(w[k]) != UNSEEN);
                                 }
                             }
@@ -264,11 +272,12 @@ fn main(
                             sum += stage[(i / VALUE_WORDS) * THREADS + s * COLUMNS + word];
                         }
                         let unit = (tile + token - p.first) * p.splits + wg.x;
-                        sums[(unit * HEADS + kv_head * PER_KV + head) * VALUE_WORDS + word] = sum;
+                        end_sum(unit, query, kv_head * PER_KV + head, word, sum);
                     }
                 }
             }
             workgroupBarrier();
+            hand_out(tile, kv_head * PER_KV + part, min(SHARE, PER_KV - part), lane);
         }
         begin = to;
     }

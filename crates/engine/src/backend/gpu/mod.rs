@@ -200,7 +200,7 @@ impl GpuBackend {
         }
         ops.qkv.iter().for_each(|product| product.record(step, tokens));
         ops.rope.record(step, tokens);
-        ops.attention.record(step, tokens, ops.window.min(visible));
+        ops.attention.record(step, tokens, ops.window.min(visible), visible);
         ops.o.iter().for_each(|product| product.record(step, tokens));
         ops.leave.record(step, tokens);
         self.pending = Pending::Nothing;
@@ -365,7 +365,7 @@ impl Backend for GpuBackend {
             let expert = lease.key().expert;
             let stamp = self.tokens_done + stamp(routes, expert);
             let slot = loop {
-                match self.tier.admit(&self.gpu, index, expert, stamp) {
+                match self.tier.admit(index, expert, stamp) {
                     Admission::Slot(slot) => break slot,
                     Admission::Busy => {
                         // What is recorded reads every slot: hand it over, then its slots may be written.
@@ -431,7 +431,7 @@ impl Backend for GpuBackend {
             if self.tier.place(index, expert).is_some() {
                 continue;
             }
-            if let Admission::Slot(slot) = self.tier.admit(&self.gpu, index, expert, self.tokens_done) {
+            if let Admission::Slot(slot) = self.tier.admit(index, expert, self.tokens_done) {
                 batch.push((slot, lease));
             }
         }
@@ -466,7 +466,11 @@ impl GpuBackend {
             self.tier.slot(index, *slot, len)
         };
         let parts: Vec<_> = batch.iter().map(|of| (part(of), of.1.bytes())).collect();
+        if parts.is_empty() {
+            return;
+        }
         self.gpu.write_all(&parts, &|tasks, task| self.pool.run(tasks, task));
+        self.tier.tell(&self.gpu, index);
     }
 
     /// Writes experts into their slots, records them, and gives their leases back.

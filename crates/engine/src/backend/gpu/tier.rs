@@ -125,8 +125,8 @@ impl ExpertTier {
         self.step += 1;
     }
 
-    /// A slot for an expert that is not here, its content given up.
-    pub(super) fn admit(&mut self, gpu: &Gpu, index: usize, expert: u32, stamp: u64) -> Admission {
+    /// A slot for an expert that is not here, its content given up. The device is told by [`Self::tell`].
+    pub(super) fn admit(&mut self, index: usize, expert: u32, stamp: u64) -> Admission {
         let step = self.step;
         let layer = &mut self.layers[index];
         debug_assert_eq!(layer.slot_of[expert as usize], ABSENT);
@@ -140,7 +140,6 @@ impl ExpertTier {
                 let old = std::mem::replace(&mut layer.expert_of[slot as usize], ABSENT);
                 layer.slot_of[old as usize] = ABSENT;
                 self.absent += 1;
-                gpu.write(&layer.table, u64::from(old) * 4, &ABSENT.to_le_bytes());
                 self.meter.evictions.add(1);
                 slot
             }
@@ -150,10 +149,16 @@ impl ExpertTier {
         layer.expert_of[slot as usize] = expert;
         layer.used_in[slot as usize] = step;
         layer.policy.insert(slot, expert, stamp);
-        gpu.write(&layer.table, u64::from(expert) * 4, &slot.to_le_bytes());
         self.meter.loads.add(1);
         self.meter.load_bytes.add(layer.slot_bytes);
         Admission::Slot(slot)
+    }
+
+    /// Tells the device where the experts of the `index`-th MoE layer are, before the next submitted step: at once, as
+    /// each write is a copy of its own there.
+    pub(super) fn tell(&self, gpu: &Gpu, index: usize) {
+        let layer = &self.layers[index];
+        gpu.write(&layer.table, 0, bytemuck::cast_slice(&layer.slot_of));
     }
 
     /// The bytes of a slot, to be written.
@@ -174,6 +179,6 @@ impl ExpertTier {
                 layer.free.push(slot);
             }
         }
-        gpu.write(&layer.table, 0, &vec![0xff; layer.slot_of.len() * 4]);
+        self.tell(gpu, index);
     }
 }
