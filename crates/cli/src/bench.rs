@@ -77,7 +77,9 @@ fn vault(args: &BenchArgs, path: &Path) -> Result<Record, Failure> {
     let ceilings = Ceilings::measure(&vault, &mut engine);
     spinner.finish_and_clear();
     let mut ceilings = ceilings?;
-    let mut facts = Facts { open_s, ..Facts::default() };
+    // Of what a disk adds it knows nothing.
+    let forecast = if engine.holds_all() { Some(engine.forecast(&vault, ceilings.memory())?) } else { None };
+    let mut facts = Facts { open_s, forecast, ..Facts::default() };
     let started = Instant::now();
     let before = engine.store_snapshot();
     model::preload(&mut engine)?;

@@ -22,6 +22,7 @@ use crate::backend::cpu::{self, CALL_EXPERTS};
 use crate::backend::{Advanced, Backend, Chosen, DeviceChoice, DeviceTier, HEAD_ROWS, KernelTimes, Row};
 use crate::ceiling::{self, MemoryCeiling};
 use crate::device::DevicePlan;
+use crate::forecast::{Forecast, Touched, forecast};
 use crate::governor::Governor;
 use crate::kv::{Adopted, BLOCK, KvCache, KvUse, Opened, SpillConfig};
 use crate::memory::MemoryFacts;
@@ -499,6 +500,17 @@ impl Engine {
             }
             ArenaMemory::Full(bytes) => ceiling::memory(bytes, kernels, threads, passes),
         })
+    }
+
+    /// What decoding will do, memory streaming at this speed; of the device only before the first token and expert.
+    ///
+    /// # Errors
+    /// If the device fails.
+    pub fn forecast(&mut self, vault: &Vault, memory_bytes_per_s: f64) -> Result<Forecast, EngineError> {
+        let rates = self.backend.measure()?;
+        let tier = self.backend.tier();
+        let device = tier.as_ref().map(|tier| &tier.plan).zip(rates);
+        Ok(forecast(&self.spec, &Touched::of(vault), memory_bytes_per_s, device))
     }
 
     /// For tests that put something around it.

@@ -21,6 +21,7 @@ pub use choose::DeviceChoice;
 
 use crate::EngineError;
 use crate::device::DevicePlan;
+use crate::forecast::DeviceRates;
 use crate::kv::{KvCache, SeqId};
 use crate::routes::Routes;
 
@@ -156,6 +157,11 @@ pub trait Backend: Send {
 
     /// Hidden states of one token after the final norm, `[d_model]`; only after the last layer.
     fn final_hidden(&mut self, token: usize) -> Result<&[f32], EngineError>;
+
+    /// What its device does with this model, if nothing has been computed yet.
+    fn measure(&mut self) -> Result<Option<DeviceRates>, EngineError> {
+        Ok(None)
+    }
 
     /// Times every kernel of a device from now on, or no longer: gives what was timed so far. Timed steps are waited
     /// for, so they are slower than others.

@@ -16,6 +16,7 @@ use super::ops::LayerOps;
 use super::{GpuBackend, Pending};
 use crate::EngineError;
 use crate::backend::{Advanced, Row};
+use crate::forecast::at_once;
 use crate::kv::KvCache;
 use crate::routes::Routes;
 
@@ -68,10 +69,6 @@ struct Pace {
 impl Pace {
     /// The cost of handing over and waiting, in layers.
     const WAIT: f64 = 0.5;
-    /// The cost of a layer that runs in vain, in layers.
-    const VAIN: f64 = 0.8;
-    /// The most layers.
-    const MOST: usize = 8;
     /// MoE layers that are remembered, about.
     const MEMORY: f64 = 64.0;
 
@@ -79,20 +76,9 @@ impl Pace {
         self.halting += (f64::from(u8::from(halted)) - self.halting) / Self::MEMORY;
     }
 
-    /// What goes on fastest if layers halt independently: each costs 1, or `VAIN` behind a halt.
+    /// What goes on fastest if layers halt independently.
     fn layers(&self) -> usize {
-        let pass = 1.0 - self.halting;
-        let (mut best, mut best_rate) = (1, 0.0);
-        let (mut done, mut passed) = (0.0, 1.0);
-        for n in 1..=Self::MOST {
-            done += passed;
-            passed *= pass;
-            let rate = done / (Self::WAIT + done + (n as f64 - done) * Self::VAIN);
-            if rate > best_rate {
-                (best, best_rate) = (n, rate);
-            }
-        }
-        best
+        at_once(1.0 - self.halting, Self::WAIT).0
     }
 }
 
@@ -135,12 +121,15 @@ impl GpuBackend {
             self.place(rows, kv);
         }
         let end = self.layers.len();
+        if !halts {
+            self.flow_all(from, head)?;
+            return Ok(Advanced { next: end, halted: false });
+        }
         let mut at = from;
         while at < end {
             let ahead = match self.flow.ahead.take().filter(|ahead| ahead.from == at) {
                 Some(ahead) => ahead,
-                None if halts => self.record_ahead(at, head),
-                None => self.record_all(at, head),
+                None => self.record_ahead(at, head),
             };
             let Ahead { to, step, reading, .. } = ahead;
             let Some(submitted) = self.submit_with(step) else { break };
@@ -196,8 +185,8 @@ impl GpuBackend {
         Ahead { from, to, step, reading }
     }
 
-    /// Records everything that is left, handing it over as it goes.
-    fn record_all(&mut self, from: usize, head: &[usize]) -> Ahead {
+    /// Computes everything that is left, nothing being missing, handing it over as it is recorded.
+    pub(super) fn flow_all(&mut self, from: usize, head: &[usize]) -> Result<(), EngineError> {
         let to = self.layers.len();
         for layer in from..to {
             self.record_layer(layer);
@@ -206,7 +195,13 @@ impl GpuBackend {
             }
         }
         let reading = self.record_reading(from, to, head);
-        Ahead { from, to, step: None, reading }
+        self.next = to;
+        if let Some(submitted) = self.submit() {
+            let halted = self.read_flow(&submitted, reading, head)?;
+            debug_assert_eq!(halted, None, "every expert is there");
+            (reading.first..reading.end).for_each(|_| self.flow.pace.hear(false));
+        }
+        Ok(())
     }
 
     /// Records what the host will read of these layers, and the head behind the last one.
@@ -300,17 +295,14 @@ pub(super) fn stamp(routes: &Routes, expert: u32) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::forecast::MOST_LAYERS;
 
     #[test]
-    fn the_fewer_layers_halt_the_more_are_handed_over() {
-        let layers = |halting| Pace { halting }.layers();
-        assert_eq!(layers(1.0), 1);
-        assert_eq!(layers(0.0), Pace::MOST);
-        let all: Vec<usize> = (0..=100).map(|i| layers(f64::from(i) / 100.0)).collect();
-        assert!(all.is_sorted_by(|a, b| a >= b), "{all:?}");
+    fn the_pace_follows_what_halts() {
         let mut pace = Pace { halting: 1.0 };
+        assert_eq!(pace.layers(), 1);
         (0..1000).for_each(|_| pace.hear(false));
-        assert_eq!(pace.layers(), Pace::MOST);
+        assert_eq!(pace.layers(), MOST_LAYERS);
         (0..1000).for_each(|_| pace.hear(true));
         assert_eq!(pace.layers(), 1);
     }

@@ -10,6 +10,7 @@
 
 mod build;
 mod flow;
+mod measure;
 mod ops;
 mod plan;
 mod recorder;
@@ -31,6 +32,7 @@ use smoe_store::Lease;
 use crate::EngineError;
 use crate::backend::{Advanced, Backend, DeviceTier, HEAD_ROWS, KernelTimes, Row};
 use crate::device::DevicePlan;
+use crate::forecast::DeviceRates;
 use crate::kv::KvCache;
 use crate::routes::Routes;
 use flow::{Flow, stamp};
@@ -137,6 +139,25 @@ impl GpuBackend {
         meter.waits.add(1);
         meter.wait_ns.add_time(start.elapsed());
         Ok(result?)
+    }
+
+    /// Begins a step of these tokens.
+    fn begin_step(&mut self, tokens: &[u32]) {
+        // A step that was given up leaves kernels and lists behind: nothing waits for what they compute.
+        self.recorder.clear();
+        self.stop_flow();
+        self.headed.clear();
+        self.listed = 0;
+        self.tokens_done += self.tokens as u64;
+        (self.tokens, self.next, self.pending) = (tokens.len(), 0, Pending::Nothing);
+        self.gpu.write(&self.ends.ids, 0, bytemuck::cast_slice(tokens));
+        if let Some(list) = &self.ends.everyone {
+            self.everyone.truncate(0);
+            self.everyone.extend(0..tokens.len() as u32);
+            list.write(&self.gpu, &[(0, 0, &self.everyone)]);
+        }
+        let step = self.recorder.step();
+        self.ends.embed.record(step, tokens.len());
     }
 
     /// Tells the device whose tokens the step has.
@@ -254,21 +275,7 @@ impl GpuBackend {
 impl Backend for GpuBackend {
     fn embed(&mut self, tokens: &[u32]) -> Result<(), EngineError> {
         self.gpu.check()?;
-        // A step that was given up leaves kernels and lists behind: nothing waits for what they compute.
-        self.recorder.clear();
-        self.stop_flow();
-        self.headed.clear();
-        self.listed = 0;
-        self.tokens_done += self.tokens as u64;
-        (self.tokens, self.next, self.pending) = (tokens.len(), 0, Pending::Nothing);
-        self.gpu.write(&self.ends.ids, 0, bytemuck::cast_slice(tokens));
-        if let Some(list) = &self.ends.everyone {
-            self.everyone.truncate(0);
-            self.everyone.extend(0..tokens.len() as u32);
-            list.write(&self.gpu, &[(0, 0, &self.everyone)]);
-        }
-        let step = self.recorder.step();
-        self.ends.embed.record(step, tokens.len());
+        self.begin_step(tokens);
         Ok(())
     }
 
@@ -447,6 +454,10 @@ impl Backend for GpuBackend {
         for moe in self.layers[layers].iter().filter_map(|layer| layer.ops.moe()) {
             self.tier.clear(&self.gpu, moe.index);
         }
+    }
+
+    fn measure(&mut self) -> Result<Option<DeviceRates>, EngineError> {
+        self.measure_rates()
     }
 
     fn profile(&mut self, on: bool) -> Option<KernelTimes> {

@@ -100,6 +100,30 @@ impl ExpertTier {
         self.absent == 0
     }
 
+    /// True if there is none.
+    pub(super) fn is_empty(&self) -> bool {
+        let experts: usize = self.layers.iter().map(|layer| layer.slot_of.len()).sum();
+        self.absent == experts
+    }
+
+    /// Bytes of a slot of the `index`-th MoE layer, if there is one.
+    pub(super) fn slot_bytes(&self, index: usize) -> Option<u64> {
+        self.layers.get(index).map(|layer| layer.slot_bytes)
+    }
+
+    /// Tells the device that every expert is somewhere, whatever lies there; or again what is true.
+    pub(super) fn pretend(&self, gpu: &Gpu, all: bool) {
+        for (index, layer) in self.layers.iter().enumerate() {
+            if all {
+                let (slots, experts) = (layer.expert_of.len() as u32, layer.slot_of.len() as u32);
+                let table: Vec<u32> = (0..experts).map(|expert| expert % slots).collect();
+                gpu.write(&layer.table, 0, bytemuck::cast_slice(&table));
+            } else {
+                self.tell(gpu, index);
+            }
+        }
+    }
+
     /// Where an expert is.
     pub(super) fn place(&self, index: usize, expert: u32) -> Option<u32> {
         let slot = self.layers[index].slot_of[expert as usize];
