@@ -18,7 +18,7 @@ use smoe_store::{
 };
 
 use crate::EngineError;
-use crate::backend::cpu::{self, CALL_EXPERTS};
+use crate::backend::cpu::{self, CALL_EXPERTS, CpuBackend};
 use crate::backend::{Advanced, Backend, Chosen, DeviceChoice, DeviceTier, HEAD_ROWS, KernelTimes, Row};
 use crate::ceiling::{self, MemoryCeiling};
 use crate::device::DevicePlan;
@@ -246,9 +246,22 @@ pub struct Engine {
     all_on_device: bool,
     /// Why the device is not what one may have hoped for.
     device_note: Option<String>,
+    /// What takes over if the device is lost.
+    fallback: Option<Box<Fallback>>,
+    /// Devices that were lost.
+    losses: u32,
+    /// Of the loss, until it is told.
+    warning: Option<EngineError>,
     clock: PhaseClock,
     phase_meter: Arc<PhaseMeter>,
     store_meter: Arc<StoreMeter>,
+}
+
+/// What it takes to go on without a device.
+struct Fallback {
+    vault: Vault,
+    disk: OpenMode,
+    exact: bool,
 }
 
 impl std::fmt::Debug for Engine {
@@ -328,6 +341,12 @@ impl Engine {
             on_device,
             all_on_device,
             device_note: chosen.note,
+            fallback: on_device.then(|| {
+                let (disk, exact) = (options.disk, options.exact);
+                Box::new(Fallback { vault: vault.clone(), disk, exact })
+            }),
+            losses: 0,
+            warning: None,
             routes: Routes::with_capacity(&spec.moe, plan.chunk).correcting(corrections),
             wants: Vec::with_capacity(spec.moe.n_experts.max(options.spec * spec.n_layers())),
             leases: Vec::with_capacity(spec.moe.n_experts),
@@ -542,6 +561,7 @@ impl Engine {
             shared: false,
             broken: None,
             is_open: true,
+            losses: self.losses,
             dropped: self.dropped.clone(),
         })
     }
@@ -564,6 +584,10 @@ impl Engine {
     ) -> Result<Synced, EngineError> {
         self.check_owner(session);
         self.check_tokens(tokens)?;
+        if self.is_lost(session) {
+            session.tokens.clear();
+            session.losses = self.losses;
+        }
         let reused = self.kv.truncate(session.seq, reusable(&session.tokens, tokens));
         session.tokens.truncate(reused);
         let total = tokens.len() - reused;
@@ -643,15 +667,26 @@ impl Engine {
         control: &mut Control<'_>,
         on_logits: &mut dyn FnMut(usize, usize, &[f32]),
     ) -> Result<(), EngineError> {
-        let done = self
-            .place(sessions)
-            .and_then(|()| self.run_step(control, None))
-            .and_then(|()| self.look_for_numbers(sessions))
-            .and_then(|()| self.tell_logits(sessions, on_logits));
+        let mut told = false;
+        let mut tell = |session: usize, row: usize, logits: &[f32]| {
+            told = true;
+            on_logits(session, row, logits);
+        };
+        let mut done = self.compute(sessions, control, &mut tell);
+        if let Err(error) = &done
+            && !told
+            && let Some(why) = device_failure(error)
+            && let Some(fallback) = self.fallback.take()
+        {
+            done =
+                self.leave_device(&fallback, why).and_then(|()| self.compute(sessions, control, on_logits));
+        }
         if let Err(error) = done {
             for session in sessions {
                 session.queue(&[], 0);
-                self.kv.truncate(session.seq, session.tokens.len());
+                if !self.is_lost(session) {
+                    self.kv.truncate(session.seq, session.tokens.len());
+                }
                 session.broken = session.broken.filter(|&position| position < session.tokens.len());
             }
             return Err(error);
@@ -665,6 +700,70 @@ impl Engine {
             session.wanted = 0;
         }
         self.end_step();
+        Ok(())
+    }
+
+    /// The step itself: what a lost device held is computed first.
+    fn compute(
+        &mut self,
+        sessions: &mut [Session],
+        control: &mut Control<'_>,
+        on_logits: &mut dyn FnMut(usize, usize, &[f32]),
+    ) -> Result<(), EngineError> {
+        sessions.iter_mut().try_for_each(|session| self.restore(session, control))?;
+        self.place(sessions)?;
+        self.run_step(control, None)?;
+        self.look_for_numbers(sessions)?;
+        self.tell_logits(sessions, on_logits)
+    }
+
+    /// Whether what a session held was lost with a device.
+    const fn is_lost(&self, session: &Session) -> bool {
+        session.losses != self.losses
+    }
+
+    /// Computes again what a session held on a device that was lost.
+    fn restore(&mut self, session: &mut Session, control: &mut Control<'_>) -> Result<(), EngineError> {
+        if !self.is_lost(session) {
+            return Ok(());
+        }
+        let held = std::mem::take(&mut session.tokens);
+        let (queued, wanted) = (std::mem::take(&mut session.pending), session.wanted);
+        let mut chunks = held.chunks(self.plan.chunk);
+        let done = chunks.try_for_each(|chunk| {
+            session.queue(chunk, 0);
+            self.place(std::slice::from_ref(session))?;
+            self.run_step(control, None)?;
+            session.tokens.append(&mut session.pending);
+            self.end_step();
+            Ok(())
+        });
+        session.queue(&queued, wanted);
+        match done {
+            Ok(()) => {
+                session.losses = self.losses;
+                if session.shared && session.broken.is_none() {
+                    self.kv.commit(session.seq, &session.tokens);
+                }
+            }
+            // From the beginning, next time.
+            Err(_) => session.tokens = held,
+        }
+        done
+    }
+
+    /// Goes on without the device: on the processor, with keys and values of nothing.
+    fn leave_device(&mut self, fallback: &Fallback, why: String) -> Result<(), EngineError> {
+        let Fallback { vault, disk, exact } = fallback;
+        let backbone = FileDisk::open(&vault.backbone_path, *disk)?;
+        let weights = Weights::load(vault, &backbone, READERS)?;
+        let (spec, tables) = (vault.spec.clone(), &vault.experts.layers);
+        self.backend = Box::new(CpuBackend::new(spec, weights, tables, &self.plan, self.kernels, *exact));
+        self.kv.leave_device();
+        (self.on_device, self.all_on_device) = (false, false);
+        self.losses += 1;
+        self.device_note = Some(format!("on the processor: {why}"));
+        self.warning = Some(EngineError::DeviceLost { why });
         Ok(())
     }
 
@@ -745,6 +844,10 @@ impl Engine {
     pub fn adopt_some(&mut self, session: &mut Session, tokens: &[u32], blocks: usize) -> Adopted {
         self.check_owner(session);
         session.shared = true;
+        if self.is_lost(session) {
+            session.tokens.clear();
+            session.losses = self.losses;
+        }
         let known = &tokens[..tokens.len().saturating_sub(1)];
         let adopted = self.kv.adopt_some(session.seq, known, blocks);
         session.tokens.clear();
@@ -763,7 +866,10 @@ impl Engine {
 
     /// Takes back all but the first `len` tokens of a session.
     pub fn truncate(&mut self, session: &mut Session, len: usize) {
-        let len = self.kv.truncate(session.seq, len.min(session.tokens.len()));
+        let mut len = len.min(session.tokens.len());
+        if !self.is_lost(session) {
+            len = self.kv.truncate(session.seq, len);
+        }
         session.tokens.truncate(len);
         session.broken = session.broken.filter(|&position| position < len);
     }
@@ -771,7 +877,7 @@ impl Engine {
     /// Ends a session. What it computed can still be found if it has ever adopted; its end, if `keep` says so.
     pub fn close(&mut self, mut session: Session, keep: bool) {
         self.check_owner(&session);
-        if session.shared && keep && session.broken.is_none() {
+        if session.shared && keep && session.broken.is_none() && !self.is_lost(&session) {
             self.kv.commit_all(session.seq, &session.tokens);
         }
         self.kv.close(session.seq);
@@ -807,10 +913,11 @@ impl Engine {
         self.kv.flush(limit)
     }
 
-    /// What went wrong with the file of the cache, if that was not told yet: its first failure
-    /// ([`EngineError::Spill`]), and that it is given up ([`EngineError::SpillGivenUp`]).
+    /// What went wrong and was got over, if that was not told yet: that a device was lost
+    /// ([`EngineError::DeviceLost`]); the first failure of the file of the cache ([`EngineError::Spill`]), and that it is
+    /// given up ([`EngineError::SpillGivenUp`]).
     pub fn take_warning(&mut self) -> Option<EngineError> {
-        self.kv.take_warning()
+        self.warning.take().or_else(|| self.kv.take_warning())
     }
 
     /// Blocks of the KV cache, by what they are used for.
@@ -1191,6 +1298,21 @@ pub fn is_finite(logits: &[f32]) -> bool {
     let none = f32::INFINITY.to_bits();
     let largest = |part: &[f32]| part.iter().fold(0, |largest, l| l.abs().to_bits().max(largest));
     logits.chunks(64).all(|part| largest(part) < none)
+}
+
+/// What a device said that can do no more.
+#[cfg(feature = "gpu")]
+fn device_failure(error: &EngineError) -> Option<String> {
+    match error {
+        EngineError::Gpu(error) => Some(error.to_string()),
+        _ => None,
+    }
+}
+
+/// No device, no failure.
+#[cfg(not(feature = "gpu"))]
+const fn device_failure(_error: &EngineError) -> Option<String> {
+    None
 }
 
 /// The kernels called `name`, or the fastest.

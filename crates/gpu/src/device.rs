@@ -266,6 +266,12 @@ impl Gpu {
         &self.facts
     }
 
+    /// Gives the device up, as if it had failed: for who wants to see what comes of it.
+    pub fn lose(&self, why: &str) {
+        let _ = self.failed.set(why.to_owned());
+        self.device.destroy();
+    }
+
     /// Whether everything so far has worked.
     ///
     /// # Errors
