@@ -181,6 +181,9 @@ impl Asker<'_> {
             emit(Piece::Text(&rest))?;
         }
         let finish = finish?;
+        while let Some(warning) = self.engine.take_warning() {
+            eprintln!("warning: {warning}");
+        }
         let first = first.unwrap_or(total);
         let figures = Figures {
             synced,

@@ -1,6 +1,8 @@
 //! `smoe bench`: what a vault does on this machine, against what the machine can do.
 
 mod clients;
+#[cfg(feature = "gpu")]
+mod device;
 mod figures;
 pub mod machine;
 mod parts;
@@ -31,8 +33,12 @@ pub fn bench(args: &BenchArgs) -> Result<(), Failure> {
             parts::kernels(args.machine.threads)?
         }
         (None, None, true) => {
-            let how = "a GPU's kernels are timed in the source tree: cargo run --release -p smoe-gpu --example gpu_throughput";
-            return Err(Failure::Usage(how.to_owned()));
+            #[cfg(feature = "gpu")]
+            {
+                device::kernels(&args.machine.device)?
+            }
+            #[cfg(not(feature = "gpu"))]
+            return Err(Failure::Usage("this build has no GPU support".to_owned()));
         }
         (Some(path), None, false) => vault(args, path)?,
         _ => return Err(Failure::Usage("bench a VAULT, or --disk FILE, or --kernels".to_owned())),
@@ -71,7 +77,9 @@ fn vault(args: &BenchArgs, path: &Path) -> Result<Record, Failure> {
     let ceilings = Ceilings::measure(&vault, &mut engine);
     spinner.finish_and_clear();
     let mut ceilings = ceilings?;
-    let mut facts = Facts { open_s, ..Facts::default() };
+    // Of what a disk adds it knows nothing.
+    let forecast = if engine.holds_all() { Some(engine.forecast(&vault, ceilings.memory())?) } else { None };
+    let mut facts = Facts { open_s, forecast, ..Facts::default() };
     let started = Instant::now();
     let before = engine.store_snapshot();
     model::preload(&mut engine)?;

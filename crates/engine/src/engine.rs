@@ -18,10 +18,11 @@ use smoe_store::{
 };
 
 use crate::EngineError;
-use crate::backend::cpu::{self, CALL_EXPERTS};
-use crate::backend::{Backend, Chosen, DeviceChoice, DeviceTier, HEAD_ROWS, KernelTimes, Row};
+use crate::backend::cpu::{self, CALL_EXPERTS, CpuBackend};
+use crate::backend::{Advanced, Backend, Chosen, DeviceChoice, DeviceTier, HEAD_ROWS, KernelTimes, Row};
 use crate::ceiling::{self, MemoryCeiling};
 use crate::device::DevicePlan;
+use crate::forecast::{Forecast, Touched, forecast};
 use crate::governor::Governor;
 use crate::kv::{Adopted, BLOCK, KvCache, KvUse, Opened, SpillConfig};
 use crate::memory::MemoryFacts;
@@ -222,6 +223,8 @@ pub struct Engine {
     rows: Vec<Row>,
     /// Their tokens.
     row_tokens: Vec<u32>,
+    /// Rows whose logits are wanted; none of them if they are more than the backend takes at once.
+    head_rows: Vec<usize>,
     /// Tokens computed so far: the clock of the experts' last uses.
     tokens_done: u64,
     /// Tokens of the running `sync` that are done, and that are to do.
@@ -243,9 +246,22 @@ pub struct Engine {
     all_on_device: bool,
     /// Why the device is not what one may have hoped for.
     device_note: Option<String>,
+    /// What takes over if the device is lost.
+    fallback: Option<Box<Fallback>>,
+    /// Devices that were lost.
+    losses: u32,
+    /// Of the loss, until it is told.
+    warning: Option<EngineError>,
     clock: PhaseClock,
     phase_meter: Arc<PhaseMeter>,
     store_meter: Arc<StoreMeter>,
+}
+
+/// What it takes to go on without a device.
+struct Fallback {
+    vault: Vault,
+    disk: OpenMode,
+    exact: bool,
 }
 
 impl std::fmt::Debug for Engine {
@@ -325,11 +341,18 @@ impl Engine {
             on_device,
             all_on_device,
             device_note: chosen.note,
+            fallback: on_device.then(|| {
+                let (disk, exact) = (options.disk, options.exact);
+                Box::new(Fallback { vault: vault.clone(), disk, exact })
+            }),
+            losses: 0,
+            warning: None,
             routes: Routes::with_capacity(&spec.moe, plan.chunk).correcting(corrections),
             wants: Vec::with_capacity(spec.moe.n_experts.max(options.spec * spec.n_layers())),
             leases: Vec::with_capacity(spec.moe.n_experts),
             rows: Vec::with_capacity(plan.chunk),
             row_tokens: Vec::with_capacity(plan.chunk),
+            head_rows: Vec::with_capacity(HEAD_ROWS),
             tokens_done: 0,
             prefilled: (0, 0),
             watch: RouteWatch::new(&spec),
@@ -480,7 +503,7 @@ impl Engine {
     pub fn forget_experts(&mut self) {
         if !self.plan.holds_all() && !self.all_on_device {
             self.store.forget();
-            self.backend.forget_experts();
+            self.backend.forget_experts(0..self.spec.n_layers());
         }
         self.watch.begin_step(&[]);
     }
@@ -496,6 +519,17 @@ impl Engine {
             }
             ArenaMemory::Full(bytes) => ceiling::memory(bytes, kernels, threads, passes),
         })
+    }
+
+    /// What decoding will do, memory streaming at this speed; of the device only before the first token and expert.
+    ///
+    /// # Errors
+    /// If the device fails.
+    pub fn forecast(&mut self, vault: &Vault, memory_bytes_per_s: f64) -> Result<Forecast, EngineError> {
+        let rates = self.backend.measure()?;
+        let tier = self.backend.tier();
+        let device = tier.as_ref().map(|tier| &tier.plan).zip(rates);
+        Ok(forecast(&self.spec, &Touched::of(vault), memory_bytes_per_s, device))
     }
 
     /// For tests that put something around it.
@@ -527,6 +561,7 @@ impl Engine {
             shared: false,
             broken: None,
             is_open: true,
+            losses: self.losses,
             dropped: self.dropped.clone(),
         })
     }
@@ -549,6 +584,10 @@ impl Engine {
     ) -> Result<Synced, EngineError> {
         self.check_owner(session);
         self.check_tokens(tokens)?;
+        if self.is_lost(session) {
+            session.tokens.clear();
+            session.losses = self.losses;
+        }
         let reused = self.kv.truncate(session.seq, reusable(&session.tokens, tokens));
         session.tokens.truncate(reused);
         let total = tokens.len() - reused;
@@ -628,15 +667,26 @@ impl Engine {
         control: &mut Control<'_>,
         on_logits: &mut dyn FnMut(usize, usize, &[f32]),
     ) -> Result<(), EngineError> {
-        let done = self
-            .place(sessions)
-            .and_then(|()| self.run_step(control, None))
-            .and_then(|()| self.look_for_numbers(sessions))
-            .and_then(|()| self.tell_logits(sessions, on_logits));
+        let mut told = false;
+        let mut tell = |session: usize, row: usize, logits: &[f32]| {
+            told = true;
+            on_logits(session, row, logits);
+        };
+        let mut done = self.compute(sessions, control, &mut tell);
+        if let Err(error) = &done
+            && !told
+            && let Some(why) = device_failure(error)
+            && let Some(fallback) = self.fallback.take()
+        {
+            done =
+                self.leave_device(&fallback, why).and_then(|()| self.compute(sessions, control, on_logits));
+        }
         if let Err(error) = done {
             for session in sessions {
                 session.queue(&[], 0);
-                self.kv.truncate(session.seq, session.tokens.len());
+                if !self.is_lost(session) {
+                    self.kv.truncate(session.seq, session.tokens.len());
+                }
                 session.broken = session.broken.filter(|&position| position < session.tokens.len());
             }
             return Err(error);
@@ -650,6 +700,70 @@ impl Engine {
             session.wanted = 0;
         }
         self.end_step();
+        Ok(())
+    }
+
+    /// The step itself: what a lost device held is computed first.
+    fn compute(
+        &mut self,
+        sessions: &mut [Session],
+        control: &mut Control<'_>,
+        on_logits: &mut dyn FnMut(usize, usize, &[f32]),
+    ) -> Result<(), EngineError> {
+        sessions.iter_mut().try_for_each(|session| self.restore(session, control))?;
+        self.place(sessions)?;
+        self.run_step(control, None)?;
+        self.look_for_numbers(sessions)?;
+        self.tell_logits(sessions, on_logits)
+    }
+
+    /// Whether what a session held was lost with a device.
+    const fn is_lost(&self, session: &Session) -> bool {
+        session.losses != self.losses
+    }
+
+    /// Computes again what a session held on a device that was lost.
+    fn restore(&mut self, session: &mut Session, control: &mut Control<'_>) -> Result<(), EngineError> {
+        if !self.is_lost(session) {
+            return Ok(());
+        }
+        let held = std::mem::take(&mut session.tokens);
+        let (queued, wanted) = (std::mem::take(&mut session.pending), session.wanted);
+        let mut chunks = held.chunks(self.plan.chunk);
+        let done = chunks.try_for_each(|chunk| {
+            session.queue(chunk, 0);
+            self.place(std::slice::from_ref(session))?;
+            self.run_step(control, None)?;
+            session.tokens.append(&mut session.pending);
+            self.end_step();
+            Ok(())
+        });
+        session.queue(&queued, wanted);
+        match done {
+            Ok(()) => {
+                session.losses = self.losses;
+                if session.shared && session.broken.is_none() {
+                    self.kv.commit(session.seq, &session.tokens);
+                }
+            }
+            // From the beginning, next time.
+            Err(_) => session.tokens = held,
+        }
+        done
+    }
+
+    /// Goes on without the device: on the processor, with keys and values of nothing.
+    fn leave_device(&mut self, fallback: &Fallback, why: String) -> Result<(), EngineError> {
+        let Fallback { vault, disk, exact } = fallback;
+        let backbone = FileDisk::open(&vault.backbone_path, *disk)?;
+        let weights = Weights::load(vault, &backbone, READERS)?;
+        let (spec, tables) = (vault.spec.clone(), &vault.experts.layers);
+        self.backend = Box::new(CpuBackend::new(spec, weights, tables, &self.plan, self.kernels, *exact));
+        self.kv.leave_device();
+        (self.on_device, self.all_on_device) = (false, false);
+        self.losses += 1;
+        self.device_note = Some(format!("on the processor: {why}"));
+        self.warning = Some(EngineError::DeviceLost { why });
         Ok(())
     }
 
@@ -730,6 +844,10 @@ impl Engine {
     pub fn adopt_some(&mut self, session: &mut Session, tokens: &[u32], blocks: usize) -> Adopted {
         self.check_owner(session);
         session.shared = true;
+        if self.is_lost(session) {
+            session.tokens.clear();
+            session.losses = self.losses;
+        }
         let known = &tokens[..tokens.len().saturating_sub(1)];
         let adopted = self.kv.adopt_some(session.seq, known, blocks);
         session.tokens.clear();
@@ -748,7 +866,10 @@ impl Engine {
 
     /// Takes back all but the first `len` tokens of a session.
     pub fn truncate(&mut self, session: &mut Session, len: usize) {
-        let len = self.kv.truncate(session.seq, len.min(session.tokens.len()));
+        let mut len = len.min(session.tokens.len());
+        if !self.is_lost(session) {
+            len = self.kv.truncate(session.seq, len);
+        }
         session.tokens.truncate(len);
         session.broken = session.broken.filter(|&position| position < len);
     }
@@ -756,7 +877,7 @@ impl Engine {
     /// Ends a session. What it computed can still be found if it has ever adopted; its end, if `keep` says so.
     pub fn close(&mut self, mut session: Session, keep: bool) {
         self.check_owner(&session);
-        if session.shared && keep && session.broken.is_none() {
+        if session.shared && keep && session.broken.is_none() && !self.is_lost(&session) {
             self.kv.commit_all(session.seq, &session.tokens);
         }
         self.kv.close(session.seq);
@@ -792,10 +913,11 @@ impl Engine {
         self.kv.flush(limit)
     }
 
-    /// What went wrong with the file of the cache, if that was not told yet: its first failure
-    /// ([`EngineError::Spill`]), and that it is given up ([`EngineError::SpillGivenUp`]).
+    /// What went wrong and was got over, if that was not told yet: that a device was lost
+    /// ([`EngineError::DeviceLost`]); the first failure of the file of the cache ([`EngineError::Spill`]), and that it is
+    /// given up ([`EngineError::SpillGivenUp`]).
     pub fn take_warning(&mut self) -> Option<EngineError> {
-        self.kv.take_warning()
+        self.warning.take().or_else(|| self.kv.take_warning())
     }
 
     /// Blocks of the KV cache, by what they are used for.
@@ -955,10 +1077,16 @@ impl Engine {
     fn place(&mut self, sessions: &[Session]) -> Result<(), EngineError> {
         self.rows.clear();
         self.row_tokens.clear();
+        self.head_rows.clear();
+        let wanted: usize = sessions.iter().map(|session| session.wanted).sum();
         for session in sessions {
             self.check_owner(session);
             let (first, end) = (session.tokens.len(), session.tokens.len() + session.pending.len());
             self.kv.reserve(session.seq, first, end)?;
+            if wanted <= HEAD_ROWS {
+                let row = self.rows.len() + session.pending.len();
+                self.head_rows.extend(row - session.wanted..row);
+            }
             let row = |position| Row { seq: session.seq, position: position as u32 };
             self.rows.extend((first..end).map(row));
             self.row_tokens.extend_from_slice(&session.pending);
@@ -985,6 +1113,9 @@ impl Engine {
         let (mut moe_index, mut layer) = (0, 0);
         while layer < self.spec.n_layers() {
             control.check()?;
+            if let Some(slots) = self.governor.advise(self.store.limit()) {
+                self.store.set_limit(slots);
+            }
             if self.on_device && observer.is_none() {
                 let next = self.advance(layer, &mut moe_index)?;
                 if next > layer {
@@ -998,9 +1129,6 @@ impl Engine {
             }
             if let Some(observer) = &mut observer {
                 observer.hidden(layer, first, self.backend.hidden()?);
-            }
-            if let Some(slots) = self.governor.advise(self.store.limit()) {
-                self.store.set_limit(slots);
             }
             if n_tokens >= SAVE_ROWS {
                 self.kv.save(1);
@@ -1037,20 +1165,34 @@ impl Engine {
         Ok(())
     }
 
-    /// Lets the backend compute what it can by itself from `layer` on, and counts how it routed; gives the layer that
-    /// is left.
+    /// Lets the backend compute what it can by itself from `layer` on, counts how it routed, and brings it the experts
+    /// that it halted for; gives the layer that is left.
     fn advance(&mut self, layer: usize, moe_index: &mut usize) -> Result<usize, EngineError> {
         self.clock.switch(Phase::Device);
-        let next = self.backend.advance(layer, &self.rows, &mut self.kv)?;
-        for is_moe in self.spec.layers[layer..next].iter().map(|kind| *kind == FfnKind::Moe) {
-            if is_moe {
-                let logits = self.backend.advanced(*moe_index)?;
-                self.routes.route(self.kernels, &self.spec.moe, *moe_index, logits);
-                self.watch.routed(self.kernels, *moe_index, &self.rows, logits, &self.routes);
-                *moe_index += 1;
+        let Advanced { next, halted } =
+            self.backend.advance(layer, &self.rows, &mut self.kv, &self.head_rows)?;
+        for layer in layer..next {
+            if self.spec.layers[layer] == FfnKind::Moe {
+                self.hear(moe_index)?;
+                self.backend.routed(layer, &self.routes);
             }
         }
-        Ok(next)
+        if !halted {
+            return Ok(next);
+        }
+        self.hear(moe_index)?;
+        self.store.poll();
+        self.run_experts(next)?;
+        Ok(next + 1)
+    }
+
+    /// Routes a layer as the backend has routed it.
+    fn hear(&mut self, moe_index: &mut usize) -> Result<(), EngineError> {
+        let logits = self.backend.advanced(*moe_index)?;
+        self.routes.route(self.kernels, &self.spec.moe, *moe_index, logits);
+        self.watch.routed(self.kernels, *moe_index, &self.rows, logits, &self.routes);
+        *moe_index += 1;
+        Ok(())
     }
 
     /// Ranks the experts of a layer that comes by its router over the hidden states as they are before it: to
@@ -1156,6 +1298,21 @@ pub fn is_finite(logits: &[f32]) -> bool {
     let none = f32::INFINITY.to_bits();
     let largest = |part: &[f32]| part.iter().fold(0, |largest, l| l.abs().to_bits().max(largest));
     logits.chunks(64).all(|part| largest(part) < none)
+}
+
+/// What a device said that can do no more.
+#[cfg(feature = "gpu")]
+fn device_failure(error: &EngineError) -> Option<String> {
+    match error {
+        EngineError::Gpu(error) => Some(error.to_string()),
+        _ => None,
+    }
+}
+
+/// No device, no failure.
+#[cfg(not(feature = "gpu"))]
+const fn device_failure(_error: &EngineError) -> Option<String> {
+    None
 }
 
 /// The kernels called `name`, or the fastest.

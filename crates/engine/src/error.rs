@@ -51,6 +51,12 @@ pub enum EngineError {
     #[cfg(feature = "gpu")]
     #[error(transparent)]
     Gpu(#[from] smoe_gpu::GpuError),
+    /// A device failed, and the processor took over: the keys and values that it held are computed again. A warning.
+    #[error("{why}: going on on the processor, where conversations are computed again")]
+    DeviceLost {
+        /// The device, and what it said.
+        why: String,
+    },
     /// A model does not fit into a device's memory.
     #[error(
         "{device} has {} for a model that needs at least {} there; a shorter --context needs less, and \

@@ -17,6 +17,7 @@ pub mod ceiling;
 pub mod device;
 mod engine;
 mod error;
+pub mod forecast;
 mod governor;
 mod job;
 pub mod kv;

@@ -30,6 +30,8 @@ pub struct Session {
     /// The first position whose hidden state was not finite; from there on nothing is for others to find.
     pub(crate) broken: Option<usize>,
     pub(crate) is_open: bool,
+    /// How many devices the engine had lost when this was last computed: of fewer, nothing is in the cache.
+    pub(crate) losses: u32,
     /// Of the engine that made it.
     pub(crate) dropped: Arc<Dropped>,
 }

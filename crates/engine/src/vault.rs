@@ -12,7 +12,7 @@ use smoe_format::{
 use crate::EngineError;
 
 /// An opened vault.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Vault {
     /// Path of the expert file.
     pub experts_path: PathBuf,

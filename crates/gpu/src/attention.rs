@@ -22,6 +22,8 @@ const QUERIES: usize = 8;
 const PER_KV: usize = 16;
 /// Tokens from which on several of them share a workgroup: there are enough workgroups then.
 const TILED: usize = 16;
+/// Storage buffers that every device binds at once.
+const BINDINGS: usize = 8;
 /// Workgroups along an axis of a grid.
 const GRID: usize = 65_535;
 
@@ -96,12 +98,15 @@ pub struct AttentionOutputs<'a> {
 ///
 /// Softmax as on the CPU, sums in an order of their own that does not depend on other tokens: bits are the same
 /// for one token and for thousands. A score or value that is not a number makes NaN of the heads that see it, and
-/// of no others. Two dispatches for as many tokens as the scratch has room for.
+/// of no others. Two dispatches for as many tokens as the scratch has room for; one for a few whose positions are all
+/// of the first split.
 #[derive(Clone, Debug)]
 pub struct Attention {
     /// One token a workgroup, and several.
     single: Op,
     tiled: Option<(Op, usize)>,
+    /// Of tokens that have one split only.
+    whole: Option<Op>,
     combine: Op,
     tokens: usize,
     room: usize,
@@ -123,16 +128,16 @@ impl Attention {
     /// # Panics
     /// If a shape does not match, a head is wider than 256 or no multiple of 4, or more than 16 query heads share a
     /// kv head.
-    pub fn new(
+    pub fn new<'a>(
         gpu: &Gpu,
         tokens: usize,
         kv: KvLayout,
-        heads: AttentionHeads<'_>,
-        queries: &Slice,
-        cache: &Slice,
-        rows: Rows<'_>,
-        scratch: &AttentionScratch,
-        outputs: AttentionOutputs<'_>,
+        heads: AttentionHeads<'a>,
+        queries: &'a Slice,
+        cache: &'a Slice,
+        rows: Rows<'a>,
+        scratch: &'a AttentionScratch,
+        outputs: AttentionOutputs<'a>,
     ) -> Result<Self, GpuError> {
         let KvLayout { n_kv_heads, head_dim, value_dim, .. } = kv;
         let AttentionHeads { n_heads, scale, sinks } = heads;
@@ -152,7 +157,9 @@ impl Attention {
         assert_eq!((scratch.n_heads, scratch.value_dim), (n_heads, value_dim), "heads of the scratch");
 
         let groups = per_kv.div_ceil(QUERIES);
-        let split = |tile: usize| {
+        let group = outputs.coded.map_or(64, |coded| coded.group);
+        let cells = width.div_ceil(group);
+        let core = |tile: usize| {
             let queries_at_once = tile * per_kv.div_ceil(groups);
             Draft::default()
                 .constant("HEADS", n_heads)
@@ -172,49 +179,71 @@ impl Attention {
                 .buffer("values", kv.format.narrow(), Access::Read, cache)
                 .buffer("rows", "vec4<u32>", Access::Read, rows.rows)
                 .buffer("tables", "u32", Access::Read, rows.tables)
+                .text("alias Narrow = ")
+                .text(kv.format.narrow())
+                .text(";\n")
+                .float(group)
+                .text(kv.format.widen())
+        };
+        let split = |tile: usize| {
+            core(tile)
                 .buffer("sums", "vec4<f32>", Access::Write, &scratch.sums)
                 .buffer("stats", "vec2<f32>", Access::Write, &scratch.stats)
-                .float(64)
-                .text(kv.format.widen())
-                .text(ATTENTION)
-                .loose_op(gpu, "attention")
+                .text(include_str!("wgsl/attention_split.wgsl"))
+                .loose_op(gpu, "attention", ATTENTION)
         };
         let tile = QUERIES / per_kv;
         let tiled = if tile > 1 && tokens >= TILED { Some((split(tile)?, tile)) } else { None };
 
-        let group = outputs.coded.map_or(64, |coded| coded.group);
-        let cells = width.div_ceil(group);
-        let mut draft = Draft::default()
+        // What becomes of the sums: where they go, and what takes part in the softmax besides positions.
+        let end = |mut draft: Draft<'a>| -> Draft<'a> {
+            draft = draft
+                .constant("CELLS", cells)
+                .flag("PLANE", outputs.plane.is_some())
+                .flag("CODED", outputs.coded.is_some())
+                .flag("SINKS", sinks.is_some());
+            draft = match sinks {
+                Some(sinks) => draft
+                    .buffer("sinks", "f32", Access::Read, sinks)
+                    .text("fn sink_of(head: u32) -> f32 { return sinks[head]; }\n"),
+                None => draft.text("fn sink_of(head: u32) -> f32 { return 0.0; }\n"),
+            };
+            draft = match outputs.plane {
+                Some(plane) => draft.plane("mixed", width, Access::Write, plane),
+                None => draft.text("fn store_mixed(row: u32, chunk: u32, v: vec4<f32>) {}\n"),
+            };
+            match outputs.coded {
+                Some(coded) => draft.coded(coded),
+                None => draft.text("fn store_codes(cell: u32, quarter: u32, coded: Codes) {}\n"),
+            }
+        };
+        let combine = Draft::default()
             .float(group)
             .constant("HEADS", n_heads)
             .constant("VALUE_DIM", value_dim)
-            .constant("CELLS", cells)
             .constant("AT_ONCE", if value_dim.is_multiple_of(group) { group / 16 } else { 1 })
-            .flag("PLANE", outputs.plane.is_some())
-            .flag("CODED", outputs.coded.is_some())
-            .flag("SINKS", sinks.is_some())
             .text(COMBINE)
             .buffer("rows", "vec4<u32>", Access::Read, rows.rows)
             .buffer("sums", "vec4<f32>", Access::Read, &scratch.sums)
             .buffer("stats", "vec2<f32>", Access::Read, &scratch.stats);
-        draft = match sinks {
-            Some(sinks) => draft
-                .buffer("sinks", "f32", Access::Read, sinks)
-                .text("fn sink_of(head: u32) -> f32 { return sinks[head]; }\n"),
-            None => draft.text("fn sink_of(head: u32) -> f32 { return 0.0; }\n"),
-        };
-        draft = match outputs.plane {
-            Some(plane) => draft.plane("mixed", width, Access::Write, plane),
-            None => draft.text("fn store_mixed(row: u32, chunk: u32, v: vec4<f32>) {}\n"),
-        };
-        draft = match outputs.coded {
-            Some(coded) => draft.coded(coded),
-            None => draft.text("fn store_codes(cell: u32, quarter: u32, coded: Codes) {}\n"),
+        // Its outputs must have room where its scores were, its heads be whole groups, and its buffers few enough.
+        let bound = 5
+            + usize::from(sinks.is_some())
+            + usize::from(outputs.plane.is_some())
+            + 2 * usize::from(outputs.coded.is_some());
+        let fits = value_dim <= SPLIT && bound <= BINDINGS;
+        let whole = if fits && (outputs.coded.is_none() || value_dim.is_multiple_of(group)) {
+            let rest = [ATTENTION, include_str!("wgsl/attention_whole.wgsl")].concat();
+            // Codes have the CPU's bits, so its end is not among the rest.
+            Some(end(core(1)).loose_op(gpu, "attention, whole", &rest)?)
+        } else {
+            None
         };
         Ok(Self {
             single: split(1)?,
             tiled,
-            combine: draft.op(gpu, "attention: combine")?,
+            whole,
+            combine: end(combine).op(gpu, "attention: combine")?,
             tokens,
             room: scratch.splits,
             n_kv_heads,
@@ -224,11 +253,12 @@ impl Attention {
         })
     }
 
-    /// Records it for the first `tokens` tokens, none of which sees more than `visible` positions.
+    /// Records it for the first `tokens` tokens, none of which sees more than `visible` positions; all of them are below
+    /// `end`.
     ///
     /// # Panics
     /// If there are more tokens than it was made for, or one of them needs more room than the scratch has.
-    pub fn record(&self, step: &mut Step, tokens: usize, visible: usize) {
+    pub fn record(&self, step: &mut Step, tokens: usize, visible: usize, end: usize) {
         assert!(tokens <= self.tokens, "{tokens} tokens of {}", self.tokens);
         let splits = splits_of(visible);
         let at_once = (self.room / splits).min(GRID);
@@ -238,11 +268,16 @@ impl Attention {
             _ => (&self.single, 1),
         };
         let low = f32::NEG_INFINITY.to_bits();
+        let heads = (self.n_kv_heads * self.groups) as u32;
+        if let Some(op) = self.whole.as_ref().filter(|_| end <= SPLIT && tokens < TILED) {
+            let words = [0, tokens as u32, 1, self.scale.to_bits(), low];
+            step.run(op, &words, [1, heads, tokens as u32]);
+            return;
+        }
         let mut first = 0;
         while first < tokens {
             let end = tokens.min(first + at_once);
             let words = [first as u32, end as u32, splits as u32, self.scale.to_bits(), low];
-            let heads = (self.n_kv_heads * self.groups) as u32;
             step.run(op, &words, [splits as u32, heads, (end - first).div_ceil(tile) as u32]);
             let words = [first as u32, splits as u32, low];
             step.run(&self.combine, &words, [self.parts as u32, (end - first) as u32, 1]);

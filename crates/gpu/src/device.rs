@@ -1,7 +1,7 @@
 //! Finding and opening a device.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 use crate::shader::Kernel;
 use crate::{GpuError, import};
@@ -160,6 +160,25 @@ fn sorted(instance: &wgpu::Instance) -> Vec<(DeviceFacts, wgpu::Adapter)> {
     found
 }
 
+/// The best device, or the one whose name contains `name`.
+fn choose(name: Option<&str>, software: Software) -> Result<(DeviceFacts, wgpu::Adapter), GpuError> {
+    let mut why = Vec::new();
+    for (facts, adapter) in sorted(&instance()) {
+        let named = name.is_none_or(|n| facts.name.to_lowercase().contains(&n.to_lowercase()));
+        if let Some(reason) = &facts.unusable {
+            why.push(format!("{facts}: {reason}"));
+        } else if !named {
+            why.push(format!("{facts}: not the one asked for"));
+        } else if facts.kind == DeviceKind::Software && software == Software::Refuse {
+            why.push(format!("{facts}: plays a GPU on the processor; taken only if asked for"));
+        } else {
+            return Ok((facts, adapter));
+        }
+    }
+    let why = if why.is_empty() { "no Vulkan or Metal driver".to_owned() } else { why.join("; ") };
+    Err(GpuError::None { why })
+}
+
 /// An open device.
 ///
 /// A failed command does not panic: it is kept, and the next [`Gpu::check`], wait or read tells it.
@@ -186,25 +205,27 @@ impl Gpu {
     /// # Errors
     /// If there is none, none is usable, or the best refuses.
     pub fn open(name: Option<&str>, software: Software) -> Result<Self, GpuError> {
-        let instance = instance();
-        let (mut why, mut chosen) = (Vec::new(), None);
-        for (facts, adapter) in sorted(&instance) {
-            let named = name.is_none_or(|n| facts.name.to_lowercase().contains(&n.to_lowercase()));
-            if let Some(reason) = &facts.unusable {
-                why.push(format!("{facts}: {reason}"));
-            } else if !named {
-                why.push(format!("{facts}: not the one asked for"));
-            } else if facts.kind == DeviceKind::Software && software == Software::Refuse {
-                why.push(format!("{facts}: plays a GPU on the processor; taken only if asked for"));
-            } else if chosen.is_none() {
-                chosen = Some((facts, adapter));
-            }
-        }
-        let Some((facts, adapter)) = chosen else {
-            let why = if why.is_empty() { "no Vulkan or Metal driver".to_owned() } else { why.join("; ") };
-            return Err(GpuError::None { why });
-        };
+        let (facts, adapter) = choose(name, software)?;
         Self::open_adapter(facts, &adapter)
+    }
+
+    /// The same, but a device that this process has open and that works is not opened again: its kernels are
+    /// compiled, and drivers do not like to be asked for many at once.
+    ///
+    /// # Errors
+    /// As [`Self::open`].
+    pub fn shared(name: Option<&str>, software: Software) -> Result<Arc<Self>, GpuError> {
+        static OPEN: Mutex<Vec<Weak<Gpu>>> = Mutex::new(Vec::new());
+        let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+        let (facts, adapter) = choose(name, software)?;
+        let same = |gpu: &Arc<Self>| gpu.facts.to_string() == facts.to_string() && gpu.check().is_ok();
+        if let Some(gpu) = open.iter().filter_map(Weak::upgrade).find(same) {
+            return Ok(gpu);
+        }
+        let gpu = Arc::new(Self::open_adapter(facts, &adapter)?);
+        open.retain(|gpu| gpu.strong_count() > 0);
+        open.push(Arc::downgrade(&gpu));
+        Ok(gpu)
     }
 
     fn open_adapter(facts: DeviceFacts, adapter: &wgpu::Adapter) -> Result<Self, GpuError> {
@@ -243,6 +264,12 @@ impl Gpu {
     #[must_use]
     pub const fn facts(&self) -> &DeviceFacts {
         &self.facts
+    }
+
+    /// Gives the device up, as if it had failed: for who wants to see what comes of it.
+    pub fn lose(&self, why: &str) {
+        let _ = self.failed.set(why.to_owned());
+        self.device.destroy();
     }
 
     /// Whether everything so far has worked.

@@ -130,12 +130,11 @@ impl WorkList {
     pub fn new(gpu: &Gpu, layout: &ExpertLayout, tokens: usize, top_k: usize) -> Result<Self, GpuError> {
         assert!(top_k > 0, "no experts");
         let pairs = tokens * top_k;
-        Ok(Self {
-            entries: gpu.buffer("work list of experts", (16 + 16 * layout.entries(pairs)) as u64)?,
-            pairs: gpu.buffer("pairs of experts", (4 * pairs) as u64)?,
-            tokens,
-            top_k,
-        })
+        // In one buffer, so that the host writes it at once.
+        let entries = (16 + 16 * layout.entries(pairs)) as u64;
+        let start = entries.next_multiple_of(gpu.alignment());
+        let both = gpu.buffer("work list of experts", start + 4 * pairs as u64)?;
+        Ok(Self { entries: both.part(0, entries), pairs: both.part(start, 4 * pairs as u64), tokens, top_k })
     }
 
     /// Most pairs.
@@ -158,8 +157,17 @@ impl WorkList {
             }
         }
         entries[0] = entries.len() as u32 / 4 - 1;
-        gpu.write(&self.entries, 0, bytemuck::cast_slice(&entries));
-        gpu.write(&self.pairs, 0, bytemuck::cast_slice(&places));
+        assert!(
+            4 * entries.len() as u64 <= self.entries.len() && 4 * places.len() as u64 <= self.pairs.len()
+        );
+        let Some(start) = self.pairs.after(&self.entries) else {
+            gpu.write(&self.entries, 0, bytemuck::cast_slice(&entries));
+            gpu.write(&self.pairs, 0, bytemuck::cast_slice(&places));
+            return;
+        };
+        entries.resize(start as usize / 4, 0);
+        entries.extend(places);
+        gpu.write(&self.entries.to_end_of(&self.pairs), 0, bytemuck::cast_slice(&entries));
     }
 }
 
@@ -231,7 +239,6 @@ impl Projection {
         x: X<'_>,
         rows: Rows,
         out: &Slice,
-        tuning: Option<Tuning>,
     ) -> Result<Self, GpuError> {
         let name = ["experts' gate", "experts' up", "experts' down"][projection];
         let tensor = layout.tensors[projection];
@@ -251,7 +258,7 @@ impl Projection {
                 let shape = (tensor.rows, tensor.cols);
                 let passes = passes(list.tokens)
                     .map(|pass| {
-                        let cut = Cut::new(uniform, pass, tuning.unwrap_or(Tuning::of(groups, pass)));
+                        let cut = Cut::new(uniform, pass, Tuning::of(groups, pass));
                         CodedOp::new(
                             gpu, name, encoding, cut, shape, TIMES, &extra, &parts, &accesses, &buffers,
                         )
@@ -332,30 +339,11 @@ impl GateUp {
         x: &ExpertInput<'_>,
         hidden: &Hidden,
     ) -> Result<Self, GpuError> {
-        Self::tuned(gpu, layout, slots, list, x, hidden, None)
-    }
-
-    /// The same, cut as said: for measurements.
-    ///
-    /// # Errors
-    /// As [`Self::new`].
-    ///
-    /// # Panics
-    /// As there, and if `tuning` is not one of those that its fields name.
-    pub fn tuned(
-        gpu: &Gpu,
-        layout: &ExpertLayout,
-        slots: &Slice,
-        list: &WorkList,
-        x: &ExpertInput<'_>,
-        hidden: &Hidden,
-        tuning: Option<Tuning>,
-    ) -> Result<Self, GpuError> {
         layout.assert_slots(slots);
         assert!(list.most_pairs() <= GRID, "{} pairs", list.most_pairs());
         let how = match layout.fused() {
-            Some(codes) => Self::fused(gpu, layout, slots, list, x, hidden, codes, tuning)?,
-            None => Self::apart(gpu, layout, slots, list, x, hidden, tuning)?,
+            Some(codes) => Self::fused(gpu, layout, slots, list, x, hidden, codes)?,
+            None => Self::apart(gpu, layout, slots, list, x, hidden)?,
         };
         Ok(Self { layout: layout.clone(), list: list.clone(), how })
     }
@@ -368,7 +356,6 @@ impl GateUp {
         x: &ExpertInput<'_>,
         hidden: &Hidden,
         (encoding, uniform, down): (Encoding, Uniform, Uniform),
-        tuning: Option<Tuning>,
     ) -> Result<How, GpuError> {
         let x = coded_operand(layout, 0, x, list.tokens);
         let hidden = coded_hidden(layout, down, hidden, list.most_pairs());
@@ -378,8 +365,7 @@ impl GateUp {
         let bindings = [[Access::Read; 5].as_slice(), &[Access::Write; 2]].concat();
         let passes = passes(list.tokens)
             .map(|pass| {
-                let tuning = tuning.unwrap_or(Tuning::of(2 * part as usize * groups, pass));
-                let cut = Cut::new(uniform, pass, tuning);
+                let cut = Cut::new(uniform, pass, Tuning::of(2 * part as usize * groups, pass));
                 assert!(cut.slots >= 2 * part, "{cut:?} for {part} blocks");
                 let (mut constants, core) = cut.core(encoding, 2 * part, Repeated::on(gpu)?);
                 constants.extend([
@@ -412,7 +398,6 @@ impl GateUp {
         list: &WorkList,
         x: &ExpertInput<'_>,
         hidden: &Hidden,
-        tuning: Option<Tuning>,
     ) -> Result<How, GpuError> {
         let (cols, pairs) = (layout.d_expert(), list.most_pairs());
         let plane = |what| gpu.buffer(what, (4 * pairs * cols) as u64);
@@ -425,7 +410,7 @@ impl GateUp {
                 assert_plane(x, list.tokens, layout.d_model());
                 X::Float(x)
             };
-            Projection::new(gpu, layout, i, slots, list, x, Rows::Tokens, out, tuning)
+            Projection::new(gpu, layout, i, slots, list, x, Rows::Tokens, out)
         };
         let (gate, up) = (projection(0, &gates)?, projection(1, &ups)?);
         let (group, groups, text, outputs) = match hidden {
@@ -534,25 +519,6 @@ impl Down {
         hidden: &Hidden,
         y: &Slice,
     ) -> Result<Self, GpuError> {
-        Self::tuned(gpu, layout, slots, list, hidden, y, None)
-    }
-
-    /// The same, cut as said: for measurements.
-    ///
-    /// # Errors
-    /// As [`Self::new`].
-    ///
-    /// # Panics
-    /// As there, and if `tuning` is not one of those that its fields name.
-    pub fn tuned(
-        gpu: &Gpu,
-        layout: &ExpertLayout,
-        slots: &Slice,
-        list: &WorkList,
-        hidden: &Hidden,
-        y: &Slice,
-        tuning: Option<Tuning>,
-    ) -> Result<Self, GpuError> {
         layout.assert_slots(slots);
         assert!(list.most_pairs() <= GRID, "{} pairs", list.most_pairs());
         let x = match (layout.tiles(2), hidden) {
@@ -563,7 +529,7 @@ impl Down {
             }
             (None, Hidden::Coded(_)) => panic!("down takes floats"),
         };
-        let product = Projection::new(gpu, layout, 2, slots, list, x, Rows::Places, y, tuning)?;
+        let product = Projection::new(gpu, layout, 2, slots, list, x, Rows::Places, y)?;
         Ok(Self { layout: layout.clone(), list: list.clone(), product })
     }
 

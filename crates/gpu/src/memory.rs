@@ -1,6 +1,14 @@
 //! Device memory: arenas of buffers that bindings can address, and slices of them.
 
+use std::num::NonZeroU64;
+use std::sync::{Mutex, PoisonError};
+
+use wgpu::WriteOnly;
+
 use crate::{Gpu, GpuError};
+
+/// Bytes that a thread copies at once on their way to the device.
+const PIECE: usize = 256 << 10;
 
 /// A range of a device buffer.
 #[derive(Clone, Debug)]
@@ -21,6 +29,22 @@ impl Slice {
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.len == 0
+    }
+
+    /// Whether it is the same range of the same buffer.
+    pub(crate) fn is(&self, other: &Self) -> bool {
+        self.buffer == other.buffer && (self.offset, self.len) == (other.offset, other.len)
+    }
+
+    /// Where it begins, counted from the beginning of a slice of the same buffer that ends before it.
+    pub(crate) fn after(&self, other: &Self) -> Option<u64> {
+        let behind = self.buffer == other.buffer && other.offset + other.len <= self.offset;
+        behind.then(|| self.offset - other.offset)
+    }
+
+    /// From its beginning to the end of a slice of the same buffer behind it.
+    pub(crate) fn to_end_of(&self, other: &Self) -> Self {
+        Self { len: other.offset + other.len - self.offset, ..self.clone() }
     }
 
     /// `len` bytes from `offset` on. As a binding, `offset` must be aligned as [`Gpu::alignment`] says.
@@ -107,6 +131,37 @@ impl Gpu {
         })?;
         self.check()?;
         Ok(Slice { buffer, offset: 0, len: size })
+    }
+
+    /// Writes each slice's first bytes (whole words), before the next submitted step: `fork(n, f)` calls `f(0)` to
+    /// `f(n - 1)`, each once, on as many threads as it likes, and returns when all have returned.
+    ///
+    /// # Panics
+    /// If bytes do not fit their slice.
+    pub fn write_all(&self, parts: &[(Slice, &[u8])], fork: &dyn Fn(usize, &(dyn Fn(usize) + Sync))) {
+        let mut staged = Vec::with_capacity(parts.len());
+        for (slice, bytes) in parts {
+            let to = slice.part(0, bytes.len() as u64);
+            // Without room for it, the device says so when it is asked next.
+            if let Some(len) = NonZeroU64::new(to.len)
+                && let Some(view) = self.queue.write_buffer_with(&to.buffer, to.offset, len)
+            {
+                staged.push((view, *bytes));
+            }
+        }
+        let mut pieces = Vec::new();
+        for (view, bytes) in &mut staged {
+            let (whole, mut rest) = view.slice(..).into_chunks::<PIECE>();
+            let (sources, tail) = bytes.as_chunks::<PIECE>();
+            rest.copy_from_slice(tail);
+            pieces.extend(whole.into_iter().map(|piece| Mutex::new(Some(piece))).zip(sources));
+        }
+        fork(pieces.len(), &|i| {
+            let (piece, source) = &pieces[i];
+            if let Some(piece) = piece.lock().unwrap_or_else(PoisonError::into_inner).take() {
+                WriteOnly::<[u8]>::from(piece).copy_from_slice(*source);
+            }
+        });
     }
 
     /// Writes `bytes` (whole words) at `offset` of `slice`, before the next submitted step.

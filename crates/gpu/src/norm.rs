@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 use smoe_format::tile::plane_widths;
 use smoe_format::{Encoding, Zero};
 
-use crate::quantise::{HIDE, QUANTISE, source};
+use crate::quantise::{QUANTISE, source};
 use crate::shader::{Access, Op, Shader};
 use crate::{CodedPlane, Gpu, GpuError, Quantise, Slice, Step};
 
@@ -21,6 +21,9 @@ const BINDINGS: usize = 8;
 const THREADS: usize = 256;
 /// Vectors of four values that a lane keeps in registers at most.
 const HELD: usize = 64;
+
+/// Vectors of weights that a lane reads ahead at most: more would take the registers that others need.
+const AHEAD: usize = 8;
 
 /// A kernel on its way: its source, and the buffers that it will be bound to.
 #[derive(Debug, Default)]
@@ -110,9 +113,9 @@ impl<'a> Draft<'a> {
         self.bound(gpu, name, source)
     }
 
-    /// The kernel, with the device's own fma, fused or not: for sums whose order is nobody else's.
-    pub(crate) fn loose_op(self, gpu: &Gpu, name: &str) -> Result<Op, GpuError> {
-        let source = [&self.source, HIDE, include_str!("wgsl/quantise_fma.wgsl")].concat();
+    /// The same, but `rest` has the device's own `fma`, fused or not: for sums whose order is nobody else's.
+    pub(crate) fn loose_op(self, gpu: &Gpu, name: &str, rest: &str) -> Result<Op, GpuError> {
+        let source = source(gpu, &[], &[&self.source])? + rest;
         self.bound(gpu, name, source)
     }
 
@@ -244,6 +247,16 @@ fn add_delta<'a>(draft: Draft<'a>, delta: Delta<'a>, d: usize) -> Draft<'a> {
     }
 }
 
+/// A word on the device that stops layers that are recorded ahead: 0 while they go on, and the number of the layer
+/// some of whose experts are not there ([`Route::halting`](crate::Route::halting)), an f32, from then on.
+#[derive(Clone, Copy, Debug)]
+pub struct Halt<'a> {
+    /// Where it lies.
+    pub words: &'a Slice,
+    /// Its place, in words.
+    pub at: usize,
+}
+
 /// What [`MixNorm`] writes.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct NormOutputs<'a> {
@@ -290,6 +303,28 @@ impl MixNorm {
         rows: Option<(&Slice, usize)>,
         outputs: NormOutputs<'_>,
     ) -> Result<Self, GpuError> {
+        Self::halting(gpu, tokens, d, eps, hidden, weight, delta, rows, outputs, None)
+    }
+
+    /// The same, but it writes nothing while `halt` is not 0.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    ///
+    /// # Panics
+    /// As there, or if `halt` is past the end of its buffer.
+    pub fn halting(
+        gpu: &Gpu,
+        tokens: usize,
+        d: usize,
+        eps: f32,
+        hidden: &Slice,
+        weight: &Slice,
+        delta: Delta<'_>,
+        rows: Option<(&Slice, usize)>,
+        outputs: NormOutputs<'_>,
+        halt: Option<Halt<'_>>,
+    ) -> Result<Self, GpuError> {
         let NormOutputs { plane, coded } = outputs;
         let n = rows.map_or(tokens, |(_, n)| n);
         demand(hidden, tokens * d, "hidden states");
@@ -300,7 +335,15 @@ impl MixNorm {
         coded.iter().for_each(|coded| demand_coded(coded, n, d));
         assert!(plane.is_some() || !coded.is_empty(), "a norm without outputs");
 
-        let bound = 2 + delta.bindings() + usize::from(rows.is_some()) + usize::from(plane.is_some());
+        halt.iter().for_each(|halt| demand(halt.words, halt.at + 1, "a halt"));
+        // Routing weights have it behind them.
+        let beside =
+            |halt: &Halt<'_>| matches!(delta, Delta::Experts { weights, .. } if weights.is(halt.words));
+        let bound = 2
+            + delta.bindings()
+            + usize::from(rows.is_some())
+            + usize::from(plane.is_some())
+            + usize::from(halt.is_some_and(|halt| !beside(&halt)));
         let fused = coded.first().filter(|_| bound + 2 <= BINDINGS);
         let rest = &coded[usize::from(fused.is_some())..];
         assert!(plane.is_some() || rest.is_empty(), "several int8 planes need the f32 plane");
@@ -316,6 +359,7 @@ impl MixNorm {
             .constant("GROUPS", quads)
             .constant("THREADS", threads)
             .constant("ROUNDS", rounds)
+            .constant("AHEAD", if rounds * group / 16 <= AHEAD { rounds * group / 16 } else { 1 })
             .flag("NORMED", plane.is_some())
             .flag("CODED", fused.is_some())
             .flag("CHANGED", !matches!(delta, Delta::None))
@@ -323,6 +367,20 @@ impl MixNorm {
             .plane("hidden", d, Access::Write, hidden)
             .plane("weight", d, Access::Read, weight);
         draft = add_delta(draft, delta, d);
+        draft = match halt {
+            None => draft.text("fn halted() -> bool { return false; }\n"),
+            Some(halt) => {
+                let (draft, words) = match beside(&halt) {
+                    true => (draft, "weights"),
+                    false => (draft.buffer("halts", "f32", Access::Read, halt.words), "halts"),
+                };
+                draft
+                    .text("fn halted() -> bool { return ")
+                    .text(words)
+                    .text("[HALT] != 0.0; }\n")
+                    .constant("HALT", halt.at)
+            }
+        };
         draft = match rows {
             Some((rows, _)) => draft
                 .buffer("rows", "u32", Access::Read, rows)
@@ -338,6 +396,7 @@ impl MixNorm {
             None => draft.text("fn store_codes(cell: u32, quarter: u32, coded: Codes) {}\n"),
         };
         let op = draft.op(gpu, "norm")?;
+        // These read a plane that a halt left as it was.
         let rest = match plane {
             Some(plane) => rest.iter().map(|coded| Quantise::new(gpu, plane, coded)).collect(),
             None => Ok(Vec::new()),

@@ -2,7 +2,7 @@
 
 use smoe_format::spec::{GroupScore, MoeSpec, RouterKind};
 
-use crate::norm::{Draft, demand};
+use crate::norm::{Draft, Halt, demand};
 use crate::shader::{Access, Op};
 use crate::{Gpu, GpuError, Slice, Step, WorkList};
 
@@ -38,6 +38,9 @@ pub struct RouteOutputs<'a> {
     /// Entries, experts ascending, and pairs by expert, ascending within one. Word 1 of the entries becomes the
     /// number of those whose expert is not there, word 2 that of experts.
     pub list: &'a WorkList,
+    /// Takes the logits, bias included, for who reads those of many layers at once: `[tokens, n_experts]` f32 of the
+    /// tokens of a step, as the so-manieth of such blocks.
+    pub seen: Option<(&'a Slice, usize)>,
 }
 
 /// From router logits to the work list of the experts' kernels.
@@ -59,6 +62,10 @@ pub struct Route {
     tokens: usize,
     n_experts: usize,
     scale: f32,
+    /// What the halt becomes if experts are not there; 0 if there is none.
+    number: f32,
+    /// Which block of the logits of layers is its own.
+    block: usize,
 }
 
 impl Route {
@@ -77,9 +84,29 @@ impl Route {
         inputs: RouteInputs<'_>,
         outputs: RouteOutputs<'_>,
     ) -> Result<Self, GpuError> {
+        Self::halting(gpu, tokens, moe, inputs, outputs, None)
+    }
+
+    /// The same, and where experts are not there, the halt, a word behind the weights in their buffer, becomes
+    /// `number`, which is not 0: of so few tokens as one dispatch takes ([`Self::few`]). While it is not 0 nothing is
+    /// written, and the work list is empty: so a layer that follows in vain computes no experts.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    ///
+    /// # Panics
+    /// As there, or if the halt is elsewhere or `number` 0.
+    pub fn halting(
+        gpu: &Gpu,
+        tokens: usize,
+        moe: &MoeSpec,
+        inputs: RouteInputs<'_>,
+        outputs: RouteOutputs<'_>,
+        halt: Option<(Halt<'_>, f32)>,
+    ) -> Result<Self, GpuError> {
         let MoeSpec { n_experts, top_k, .. } = *moe;
         let RouteInputs { logits, bias, correction, slots } = inputs;
-        let RouteOutputs { ids, weights, list } = outputs;
+        let RouteOutputs { ids, weights, list, seen } = outputs;
         let (work, pairs) = (&list.entries, &list.pairs);
         let n = tokens * top_k;
         assert!((1..=ROOM).contains(&n_experts), "{n_experts} experts");
@@ -100,6 +127,13 @@ impl Route {
         assert!(list.tokens >= tokens && list.top_k == top_k, "a work list of other tokens");
         demand(pairs, n, "pairs");
         demand(work, 4 + 4 * n.min(n_experts + n / FEW), "a work list");
+        if let Some((seen, block)) = seen {
+            demand(seen, (block + 1) * tokens * n_experts, "logits of layers");
+        }
+        if let Some((halt, number)) = halt {
+            demand(weights, halt.at + 1, "routing weights and a halt");
+            assert!(halt.words.is(weights) && halt.at >= n && number != 0.0, "{halt:?}, {number}");
+        }
 
         let few = (ROOM / n_experts).clamp(1, FEW);
         let choose = |listed: bool| {
@@ -113,6 +147,8 @@ impl Route {
                 .flag("NORM", moe.norm_topk)
                 .flag("BEST_TWO", score == GroupScore::BestTwo)
                 .flag("LISTED", listed)
+                .flag("HALTS", listed && halt.is_some())
+                .constant("HALT", halt.map_or(0, |(halt, _)| halt.at))
                 .float(64)
                 .text(ROUTE)
                 .buffer("logits", "f32", Access::Read, logits)
@@ -123,6 +159,12 @@ impl Route {
                     .buffer("bias", "f32", Access::Read, bias)
                     .text("fn bias_of(expert: u32) -> f32 { return bias[expert]; }\n"),
                 None => draft.text("fn bias_of(expert: u32) -> f32 { return 0.0; }\n"),
+            };
+            draft = match seen {
+                Some((seen, _)) => draft
+                    .buffer("seen", "f32", Access::Write, seen)
+                    .text("fn see(i: u32, logit: f32) { seen[p.seen + i] = logit; }\n"),
+                None => draft.text("fn see(i: u32, logit: f32) {}\n"),
             };
             draft = match correction {
                 Some(correction) => draft
@@ -138,7 +180,7 @@ impl Route {
                     .text(LIST)
                     .op(gpu, "route: few");
             }
-            draft.text("fn list(n: u32, lane: u32) {}\n").op(gpu, "route")
+            draft.text("fn list(n: u32, lane: u32, goes_on: bool) {}\n").op(gpu, "route")
         };
         let group = Draft::default()
             .constant("EXPERTS", n_experts)
@@ -149,8 +191,15 @@ impl Route {
             .buffer("work", "u32", Access::Write, work)
             .buffer("pairs", "u32", Access::Write, pairs)
             .op(gpu, "route: group")?;
-        let scale = moe.routed_scale as f32;
-        Ok(Self { whole: choose(true)?, choose: choose(false)?, group, few, tokens, n_experts, scale })
+        let (scale, number) = (moe.routed_scale as f32, halt.map_or(0.0, |(_, number)| number));
+        let (whole, choose, block) = (choose(true)?, choose(false)?, seen.map_or(0, |(_, block)| block));
+        Ok(Self { whole, choose, group, few, tokens, n_experts, scale, number, block })
+    }
+
+    /// Tokens of one dispatch.
+    #[must_use]
+    pub const fn few(&self) -> usize {
+        self.few
     }
 
     /// Records it for the first `tokens` tokens.
@@ -159,7 +208,8 @@ impl Route {
     /// If there are more than it was made for.
     pub fn record(&self, step: &mut Step, tokens: usize) {
         assert!(tokens <= self.tokens, "{tokens} tokens of {}", self.tokens);
-        let words = [tokens as u32, self.scale.to_bits()];
+        let seen = self.block * tokens * self.n_experts;
+        let words = [tokens as u32, self.scale.to_bits(), self.number.to_bits(), seen as u32];
         if tokens <= self.few {
             step.run(&self.whole, &words, [tokens.min(1) as u32, 1, 1]);
             return;

@@ -32,6 +32,21 @@ impl std::fmt::Debug for Step {
     }
 }
 
+/// A step that is whole, to be handed over.
+#[derive(Debug)]
+pub struct Recorded {
+    commands: wgpu::CommandBuffer,
+    dispatches: u32,
+}
+
+impl Recorded {
+    /// Kernels in it.
+    #[must_use]
+    pub const fn dispatches(&self) -> u32 {
+        self.dispatches
+    }
+}
+
 /// A step that the device works on.
 #[derive(Clone, Debug)]
 pub struct Submitted(wgpu::SubmissionIndex);
@@ -138,17 +153,36 @@ impl Gpu {
     /// # Errors
     /// If the device failed.
     pub fn read(&self, readback: &Readback, submitted: &Submitted, out: &mut [u8]) -> Result<(), GpuError> {
+        self.read_with(readback, submitted, out.len(), |bytes| out.copy_from_slice(bytes))
+    }
+
+    /// The same for the first `len` bytes, which `take` sees where they are.
+    ///
+    /// # Errors
+    /// If the device failed.
+    pub fn read_with<T>(
+        &self,
+        readback: &Readback,
+        submitted: &Submitted,
+        len: usize,
+        take: impl FnOnce(&[u8]) -> T,
+    ) -> Result<T, GpuError> {
         self.check()?;
-        let range = 0..(out.len() as u64).next_multiple_of(4);
+        let range = 0..(len as u64).next_multiple_of(4);
         readback.buffer.map_async(wgpu::MapMode::Read, range.clone(), |_| {});
         // The mapping is a callback of the wait.
         self.wait(submitted)?;
-        {
+        let taken = {
             let view = readback.buffer.get_mapped_range(range).map_err(|e| self.lost(e.to_string()))?;
-            out.copy_from_slice(&view[..out.len()]);
-        }
+            take(&view[..len])
+        };
         readback.buffer.unmap();
-        Ok(())
+        Ok(taken)
+    }
+
+    /// Hands steps to the device, one after the other, at once.
+    pub fn submit(&self, steps: impl IntoIterator<Item = Recorded>) -> Submitted {
+        Submitted(self.queue.submit(steps.into_iter().map(|step| step.commands)))
     }
 
     /// Copies a slice to the host, waiting for everything before it: for tests and rare paths.
@@ -222,6 +256,13 @@ impl Step {
     #[must_use]
     pub const fn dispatches(&self) -> u32 {
         self.dispatches
+    }
+
+    /// Ends it: what is left to do is to hand it over.
+    #[must_use]
+    pub fn finish(mut self) -> Recorded {
+        self.pass = None;
+        Recorded { commands: self.encoder.finish(), dispatches: self.dispatches }
     }
 
     /// Hands everything to the device.

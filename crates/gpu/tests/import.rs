@@ -5,7 +5,7 @@ mod common;
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ptr::NonNull;
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 
 use smoe_gpu::{Access, Gpu, GpuError, Keep, Op, Segments, Shader, Slice};
 
@@ -93,8 +93,9 @@ impl Gather {
 }
 
 /// A device that imports, or None, said aloud.
-fn importing() -> Option<Gpu> {
-    let gpu = common::gpu()?;
+fn importing() -> Option<&'static Gpu> {
+    static GPU: OnceLock<Option<Gpu>> = OnceLock::new();
+    let gpu = GPU.get_or_init(common::gpu).as_ref()?;
     match gpu.can_import() {
         Ok(align) => {
             assert!(align.is_power_of_two() && PAGE.is_multiple_of(align), "{align}");
@@ -112,23 +113,23 @@ fn what_the_host_writes_after_the_import_is_seen_by_the_next_step() {
     let Some(gpu) = importing() else { return };
     let pages = Pages::new(4 * PAGE);
     pages.write(0, 7);
-    let lent = pages.lend(&gpu).unwrap();
+    let lent = pages.lend(gpu).unwrap();
     assert_eq!(lent.len(), 4 * PAGE);
-    let gather = Gather::new(&gpu, &lent);
+    let gather = Gather::new(gpu, &lent);
     let stride = (4 * PAGE / 4 / 64) as u32;
     let mut expected = vec![1; 64];
     expected[0] = 8;
-    assert_eq!(gather.run(&gpu, 0, stride), expected);
+    assert_eq!(gather.run(gpu, 0, stride), expected);
     for round in 1..20u32 {
         for i in 0..64 {
             pages.write(u64::from(i * stride), round * 1000 + i);
         }
         let expected: Vec<u32> = (0..64).map(|i| round * 1000 + i + 1).collect();
-        assert_eq!(gather.run(&gpu, 0, stride), expected, "round {round}");
+        assert_eq!(gather.run(gpu, 0, stride), expected, "round {round}");
     }
     // Parts bind, and steps copy from it.
     let part = lent.part(PAGE, PAGE);
-    assert_eq!(Gather::new(&gpu, &part).run(&gpu, 0, stride)[..2], [19 * 1000 + 17, 19 * 1000 + 18]);
+    assert_eq!(Gather::new(gpu, &part).run(gpu, 0, stride)[..2], [19 * 1000 + 17, 19 * 1000 + 18]);
     assert_eq!(gpu.download(&part).unwrap()[..4], (19 * 1000 + 16u32).to_le_bytes());
 }
 
@@ -136,9 +137,9 @@ fn what_the_host_writes_after_the_import_is_seen_by_the_next_step() {
 fn one_part_is_written_while_a_step_reads_another() {
     let Some(gpu) = importing() else { return };
     let pages = Pages::new(64 * PAGE);
-    let lent = pages.lend(&gpu).unwrap();
+    let lent = pages.lend(gpu).unwrap();
     let halves = [lent.part(0, 32 * PAGE), lent.part(32 * PAGE, 32 * PAGE)];
-    let gathers = halves.map(|half| Gather::new(&gpu, &half));
+    let gathers = halves.map(|half| Gather::new(gpu, &half));
     let words = u64::from(32 * PAGE as u32 / 4);
     for round in 0..32u32 {
         let (read, write) = ((round % 2) as usize, u64::from((round + 1) % 2));
@@ -162,9 +163,9 @@ fn memory_is_kept_while_anything_may_read_it_and_no_longer() {
     let pages = Pages::new(PAGE);
     pages.write(5, 41);
     let alive: Weak<Pages> = Arc::downgrade(&pages);
-    let lent = pages.lend(&gpu).unwrap();
+    let lent = pages.lend(gpu).unwrap();
     drop(pages);
-    let gather = Gather::new(&gpu, &lent);
+    let gather = Gather::new(gpu, &lent);
     drop(lent);
     assert!(alive.upgrade().is_some(), "a launcher is left");
     let mut step = gpu.step();
@@ -183,7 +184,7 @@ fn a_slice_may_outlive_its_device() {
     let Some(gpu) = importing() else { return };
     let pages = Pages::new(PAGE);
     let alive = Arc::downgrade(&pages);
-    let lent = pages.lend(&gpu).unwrap();
+    let lent = pages.lend(gpu).unwrap();
     drop((pages, gpu));
     assert!(alive.upgrade().is_some());
     drop(lent);
@@ -196,14 +197,14 @@ fn the_same_pages_can_be_lent_again() {
     let pages = Pages::new(2 * PAGE);
     for round in 0..50 {
         pages.write(3, round);
-        let lent = pages.lend(&gpu).unwrap();
-        assert_eq!(Gather::new(&gpu, &lent).run(&gpu, 0, 1)[3], round + 1);
+        let lent = pages.lend(gpu).unwrap();
+        assert_eq!(Gather::new(gpu, &lent).run(gpu, 0, 1)[3], round + 1);
     }
     // Twice at once, too: the ring and a file's view of it.
-    let both = [pages.lend(&gpu).unwrap(), pages.lend(&gpu).unwrap()];
+    let both = [pages.lend(gpu).unwrap(), pages.lend(gpu).unwrap()];
     pages.write(3, 99);
     for lent in &both {
-        assert_eq!(Gather::new(&gpu, lent).run(&gpu, 0, 1)[3], 100);
+        assert_eq!(Gather::new(gpu, lent).run(gpu, 0, 1)[3], 100);
     }
 }
 
@@ -245,16 +246,16 @@ fn a_region_longer_than_a_binding_comes_in_segments() {
         pages.write(i * record / 4, 10 + i as u32);
         pages.write((i + 1) * record / 4 - 1, 20 + i as u32);
     }
-    let segments = pages.lend_segments(&gpu, record).unwrap();
+    let segments = pages.lend_segments(gpu, record).unwrap();
     assert_eq!(segments.slices().iter().map(Slice::len).collect::<Vec<_>>(), [2, 2, 1].map(|n| n * record));
     for i in 0..5 {
         assert_eq!(segments.locate(i), ((i / 2) as usize, i % 2));
         let slice = segments.record(i);
         assert_eq!(slice.len(), record);
-        let gather = Gather::new(&gpu, &slice);
-        assert_eq!(gather.run(&gpu, 0, 1)[0], 11 + i as u32);
-        assert_eq!(gather.run(&gpu, (record / 4 - 64) as u32, 1)[63], 21 + i as u32);
+        let gather = Gather::new(gpu, &slice);
+        assert_eq!(gather.run(gpu, 0, 1)[0], 11 + i as u32);
+        assert_eq!(gather.run(gpu, (record / 4 - 64) as u32, 1)[63], 21 + i as u32);
     }
-    let error = pages.lend_segments(&gpu, 5 * record).unwrap_err();
+    let error = pages.lend_segments(gpu, 5 * record).unwrap_err();
     assert!(matches!(error, GpuError::Binding { .. }), "{error:?}");
 }

@@ -13,8 +13,8 @@ use smoe_format::spec::{GroupScore, GroupSpec, MoeSpec, RouterKind};
 use smoe_format::{Encoding, Uniform, Zero};
 use smoe_gpu::{
     Angles, Argmax, Attention, AttentionHeads, AttentionOutputs, AttentionScratch, CodedPlane, Delta, Embed,
-    Gpu, KV_BLOCK, KvFormat, KvLayout, MixNorm, NormOutputs, Projections, QkNorm, RopeAppend, RopePairs,
-    Route, RouteInputs, RouteOutputs, Rows, Shared, Slice, Step, WorkList,
+    Gpu, Halt, KV_BLOCK, KvFormat, KvLayout, MixNorm, NormOutputs, Projections, QkNorm, RopeAppend,
+    RopePairs, Route, RouteInputs, RouteOutputs, Rows, Shared, Slice, Step, WorkList,
 };
 use smoe_kernels::{Kernels, KvBlocks, KvPlane, KvType, RopeStyle, sigmoid, top_k};
 
@@ -712,14 +712,20 @@ fn attend(
         AttentionOutputs { plane: Some(&plane), coded: coded.as_ref() },
     )
     .unwrap();
-    run(gpu, |step| attention.record(step, tokens.len(), visible));
-    let mut got = read(gpu, &plane);
-    let rest = got.split_off(tokens.len() * width);
-    assert_stale(&rest);
-    if let Some(coded) = &coded {
-        assert_coded(gpu, coded, &got, tokens.len());
-    }
-    got
+    // If all are in the first split that is known, and then it is not.
+    let end = tokens.iter().map(|&(_, position, _)| position + 1).max().unwrap();
+    let [got, again] = [end, usize::MAX].map(|end| {
+        run(gpu, |step| attention.record(step, tokens.len(), visible, end));
+        let mut got = read(gpu, &plane);
+        let rest = got.split_off(tokens.len() * width);
+        assert_stale(&rest);
+        if let Some(coded) = &coded {
+            assert_coded(gpu, coded, &got, tokens.len());
+        }
+        got.into_iter().map(f32::to_bits).collect::<Vec<_>>()
+    });
+    assert_eq!(got, again, "one kernel or two");
+    got.into_iter().map(f32::from_bits).collect()
 }
 
 fn check_attention(
@@ -754,11 +760,16 @@ fn attention_is_the_cpus_for_every_shape_of_heads() {
         |format, n_kv_heads, head_dim, value_dim| KvLayout { format, n_kv_heads, head_dim, value_dim };
     let tokens = [(0, 0, 0), (0, 299, 0), (1, 39, 0), (0, 299, 130), (0, 255, 255), (0, 256, 127)];
     let lengths = [300, 40];
+    let first = [(0, 0, 0), (0, 127, 0), (1, 39, 0), (0, 100, 30)];
     for (format, _) in FORMATS {
+        check_attention(gpu, layout(format, 2, 64, 64), 4, &lengths, &first, false, Some(64));
+        check_attention(gpu, layout(format, 1, 36, 36), 3, &lengths, &first, true, None);
         check_attention(gpu, layout(format, 2, 64, 64), 4, &lengths, &tokens, false, Some(64));
         check_attention(gpu, layout(format, 1, 36, 52), 3, &lengths, &tokens, true, Some(32));
     }
     check_attention(gpu, layout(KvFormat::F16, 1, 128, 128), 16, &lengths, &tokens, false, Some(128));
+    check_attention(gpu, layout(KvFormat::F16, 2, 128, 128), 8, &lengths, &first, false, Some(64));
+    check_attention(gpu, layout(KvFormat::F16, 1, 128, 128), 9, &lengths, &first, false, Some(32));
     check_attention(gpu, layout(KvFormat::Q8, 1, 256, 256), 9, &lengths, &tokens[..3], false, None);
     check_attention(gpu, layout(KvFormat::F32, 3, 4, 4), 1, &lengths, &tokens, true, Some(16));
 }
@@ -910,7 +921,7 @@ fn check_route(gpu: &Gpu, moe: &MoeSpec, tokens: usize, biased: bool, logits: &[
         correction: biased.then_some(&correction_slice),
         slots: &words(gpu, &slots),
     };
-    let outputs = RouteOutputs { ids: &ids, weights: &weights, list: &list };
+    let outputs = RouteOutputs { ids: &ids, weights: &weights, list: &list, seen: None };
     let router = Route::new(gpu, tokens, moe, inputs, outputs).unwrap();
     run(gpu, |step| router.record(step, tokens));
 
@@ -945,6 +956,70 @@ fn check_route(gpu: &Gpu, moe: &MoeSpec, tokens: usize, biased: bool, logits: &[
     let got = read_words(gpu, &list.pairs);
     assert_eq!(got[..n], pairs, "pairs of {what}");
     assert_eq!(got[n], STALE);
+}
+
+#[test]
+fn a_halt_leaves_everything_behind_it_as_it_was() {
+    let Some(gpu) = gpu() else { return };
+    let (tokens, d, moe) = (2, 96, moe(16, 4, true));
+    let n = tokens * moe.top_k;
+    let mut random = Random(77);
+    let logits = |random: &mut Random| random.values(tokens * moe.n_experts);
+    let first = logits(&mut random);
+    let plane = floats(gpu, &first);
+    let slots = words(gpu, &(0..16).collect::<Vec<u32>>());
+    let (ids, weights) = (stale(gpu, n), floats(gpu, &vec![0.0; n + 1]));
+    let list = WorkList { entries: stale(gpu, 4 + 4 * n), pairs: stale(gpu, n), tokens, top_k: moe.top_k };
+    let seen = stale(gpu, 5 * tokens * moe.n_experts);
+    let halt = Halt { words: &weights, at: n };
+    let inputs = RouteInputs { logits: &plane, bias: None, correction: None, slots: &slots };
+    let outputs = RouteOutputs { ids: &ids, weights: &weights, list: &list, seen: Some((&seen, 3)) };
+    let route = Route::halting(gpu, tokens, &moe, inputs, outputs, Some((halt, 7.0))).unwrap();
+
+    let hidden = random.values(tokens * d);
+    let (states, normed) = (floats(gpu, &hidden), stale(gpu, tokens * d));
+    let coded = stale_coded(gpu, tokens, d, 32);
+    let (weight, added) = (floats(gpu, &random.values(d)), floats(gpu, &random.values(tokens * d)));
+    let outputs = floats(gpu, &random.values(n * d));
+    let experts = Delta::Experts { outputs: &outputs, weights: &weights, top_k: moe.top_k, shared: None };
+    let norms = [experts, Delta::Plane(&added, None)].map(|delta| {
+        let out = NormOutputs { plane: Some(&normed), coded: &[&coded] };
+        MixNorm::halting(gpu, tokens, d, 1e-6, &states, &weight, delta, None, out, Some(halt)).unwrap()
+    });
+    let state = || {
+        let planes = [&states, &normed, &coded.codes, &coded.cells, &ids, &weights];
+        planes.map(|plane| gpu.download(plane).unwrap())
+    };
+    let halt_now = || read(gpu, &weights)[n];
+
+    run(gpu, |step| route.record(step, tokens));
+    assert_eq!((halt_now(), read_words(gpu, &list.entries)[1]), (0.0, 0), "nothing is missing");
+    let blocks = read(gpu, &seen);
+    let blocks: Vec<_> = blocks.chunks(first.len()).collect();
+    assert_eq!(blocks[3], first, "logits of the fourth layer");
+    assert_stale(&[blocks[2], blocks[4]].concat());
+    // One of the chosen experts goes.
+    let gone = read_words(gpu, &ids)[5];
+    gpu.write(&slots, u64::from(gone) * 4, &WorkList::ABSENT.to_le_bytes());
+    run(gpu, |step| route.record(step, tokens));
+    let work = read_words(gpu, &list.entries);
+    assert_eq!((halt_now(), work[1]), (7.0, 1));
+    assert!(work[0] > 1, "the layer that halts has its list");
+    let before = state();
+    gpu.write(&plane, 0, bytemuck::cast_slice(&logits(&mut random)));
+    run(gpu, |step| {
+        norms.iter().for_each(|norm| norm.record(step, tokens));
+        route.record(step, tokens);
+    });
+    assert!(state() == before, "something was written behind a halt");
+    assert_eq!(read_words(gpu, &list.entries)[0], 0, "experts behind a halt");
+    gpu.write(&weights, 4 * n as u64, &0f32.to_le_bytes());
+    for norm in &norms {
+        let before = state();
+        run(gpu, |step| norm.record(step, tokens));
+        let after = state();
+        assert!((0..4).all(|i| after[i] != before[i]), "a norm that goes on");
+    }
 }
 
 fn moe(n_experts: usize, top_k: usize, norm_topk: bool) -> MoeSpec {

@@ -278,7 +278,7 @@ fn layer(gpu: &Gpu) -> Result<(), GpuError> {
         (MoeSpec { router: RouterKind::Sigmoid, groups, routed_scale: 2.5, ..moe }, Some(&bias)),
     ] {
         let inputs = RouteInputs { logits: &logits, bias, correction: bias, slots: &slots };
-        let outputs = RouteOutputs { ids: &chosen, weights: &weights, list: &list };
+        let outputs = RouteOutputs { ids: &chosen, weights: &weights, list: &list, seen: None };
         Route::new(gpu, tokens, &moe, inputs, outputs)?;
     }
     Argmax::new(gpu, tokens, n_experts, &logits, &ids)?;

@@ -3,11 +3,12 @@
 
 use std::time::Instant;
 
+use smoe_engine::forecast::Touched;
 use smoe_engine::{Control, Session, Vault};
 use smoe_meter::TierSnapshot;
 use smoe_sculpt::token_stream;
 
-use super::figures::{Ceilings, Touched};
+use super::figures::{self, Ceilings};
 use super::record::{Record, median};
 use super::runs::{Bench, Stretch};
 use crate::failure::Failure;
@@ -52,7 +53,7 @@ pub fn run(
                 ceilings.around(bench, |bench| decode(bench, n, round as u64))?;
             let asked = (stretch.store.demand_hits + stretch.store.demand_misses) as f64 / steps as f64;
             let missed = stretch.store.disk_bytes as f64 / steps as f64;
-            let floor = touched.step_floor_s(asked, missed, around.disk, around.memory);
+            let floor = figures::step_floor_s(&touched, asked, missed, around.disk, around.memory);
             series.rate.push(stretch.rate());
             series.share.push(floor * steps as f64 / stretch.time.as_secs_f64());
             series.union.push(asked / touched.layers.max(1) as f64);

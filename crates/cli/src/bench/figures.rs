@@ -15,8 +15,8 @@ use std::time::Duration;
 
 use serde_json::{Map, Value, json};
 use smoe_engine::ceiling::{self, DiskCeiling};
+use smoe_engine::forecast::{Forecast, Touched};
 use smoe_engine::{DirectIo, Engine, OpenMode, Vault};
-use smoe_format::BackboneTensor;
 use smoe_meter::Phase;
 use smoe_store::FileDisk;
 
@@ -74,6 +74,11 @@ impl Ceilings {
         })
     }
 
+    /// How fast memory streamed, bytes per second; NaN where it could not be measured.
+    pub fn memory(&self) -> f64 {
+        self.memory_rates.last().copied().unwrap_or(f64::NAN)
+    }
+
     /// Measures both once more, the disk at its best depth.
     fn again(&mut self, engine: &mut Engine) -> Result<Around, Failure> {
         let seed = self.disk_rates.len() as u64 * 7919;
@@ -117,59 +122,20 @@ pub struct Facts {
     pub load_bytes: u64,
     /// Time that took.
     pub load_s: f64,
+    /// What decoding was expected to do.
+    pub forecast: Option<Forecast>,
 }
 
-/// Bytes that a token touches.
-pub struct Touched {
-    /// Backbone without head and embedding.
-    dense: u64,
-    /// The head.
-    head: u64,
-    /// Routed experts.
-    experts: u64,
-    /// MoE layers.
-    pub layers: usize,
-    /// Of those, one expert of an average layer.
-    expert: f64,
+/// Seconds of a token in which nothing overlaps but a layer's reads with its experts.
+fn serial_floor_s(touched: &Touched, missed_bytes: f64, disk: f64, memory: f64) -> f64 {
+    step_floor_s(touched, touched.experts as f64 / touched.expert, missed_bytes, disk, memory)
 }
 
-impl Touched {
-    /// Those of a vault.
-    pub fn of(vault: &Vault) -> Self {
-        let bytes = |tensor| {
-            let name = vault.tensor_name(tensor);
-            let found = vault.backbone.iter().find(|(n, _)| **n == *name);
-            found.map_or(0, |(_, tensor)| tensor.bytes.end - tensor.bytes.start)
-        };
-        let all: u64 = vault.backbone.iter().map(|(_, t)| t.bytes.end - t.bytes.start).sum();
-        let embed = bytes(BackboneTensor::Embed);
-        let head = if vault.spec.tied_head { embed } else { bytes(BackboneTensor::Head) };
-        let spec = &vault.spec;
-        let routed: u64 = vault.experts.layers.iter().map(|table| table.used_bytes() as u64).sum();
-        Self {
-            expert: routed as f64 / vault.experts.layers.len().max(1) as f64,
-            dense: all - embed - if spec.tied_head { 0 } else { head },
-            head,
-            experts: routed * spec.moe.top_k as u64,
-            layers: spec.moe_layers().count(),
-        }
-    }
-
-    fn all(&self) -> u64 {
-        self.dense + self.head + self.experts
-    }
-
-    /// Seconds of a token in which nothing overlaps but a layer's reads with its experts.
-    fn serial_floor_s(&self, missed_bytes: f64, disk: f64, memory: f64) -> f64 {
-        self.step_floor_s(self.experts as f64 / self.expert, missed_bytes, disk, memory)
-    }
-
-    /// The same of a step that needs so many experts in all its layers.
-    pub fn step_floor_s(&self, experts: f64, missed_bytes: f64, disk: f64, memory: f64) -> f64 {
-        let layers = self.layers.max(1) as f64;
-        let layer = (missed_bytes / layers / disk).max(experts * self.expert / layers / memory);
-        (self.dense + self.head) as f64 / memory + layers * layer
-    }
+/// The same of a step that needs so many experts in all its layers.
+pub fn step_floor_s(touched: &Touched, experts: f64, missed_bytes: f64, disk: f64, memory: f64) -> f64 {
+    let layers = touched.layers.max(1) as f64;
+    let layer = (missed_bytes / layers / disk).max(experts * touched.expert / layers / memory);
+    (touched.dense + touched.head) as f64 / memory + layers * layer
 }
 
 /// Machine, model and plan of a bench.
@@ -196,6 +162,16 @@ pub fn set_up(vault: &Vault, bench: &Bench, facts: &Facts) -> Record {
         let share = tier.plan.slots.iter().sum::<usize>() as f64 / plan.n_experts.max(1) as f64;
         record.set("device_expert_share", rounded(share));
     }
+    if let Some(forecast) = &facts.forecast {
+        record.set("predicted_cpu_decode_tok_s", rounded(forecast.cpu_tok_s));
+        if let Some(device) = &forecast.device {
+            record.set("predicted_device_decode_tok_s", rounded(device.tok_s));
+            record.set("predicted_device_hit_rate", rounded(device.hit_rate));
+            record.set("device_token_ms", rounded(device.rates.token_s * 1e3));
+            record.set("device_wait_us", rounded(device.rates.wait_s * 1e6));
+            record.set("device_upload_gb_s", rounded(device.rates.upload_bytes_per_s / 1e9));
+        }
+    }
     record.set("open_s", rounded(facts.open_s));
     if facts.load_bytes > 0 {
         record.set("load_s", rounded(facts.load_s));
@@ -220,6 +196,10 @@ pub fn record(vault: &Vault, bench: &Bench, ceilings: &Ceilings, facts: &Facts) 
         record.spread(&format!("prefill_{tokens}_disk_bytes"), bytes);
     }
     record.spread("decode_tok_s", runs.iter().map(|run| run.short.rate()));
+    if let Some(forecast) = &facts.forecast {
+        let predicted = forecast.device.map_or(forecast.cpu_tok_s, |device| device.tok_s);
+        record.spread("decode_of_predicted", runs.iter().map(|run| run.short.rate() / predicted));
+    }
     record.spread("decode_long_tok_s", runs.iter().filter_map(|run| run.long).map(|long| long.rate()));
 
     let short: Vec<Stretch> = runs.iter().map(|run| run.short).collect();
@@ -281,7 +261,7 @@ pub fn record(vault: &Vault, bench: &Bench, ceilings: &Ceilings, facts: &Facts) 
     record.spread("decode_memory_share_of_best", short.iter().map(|s| touched_gb_s(s) * 1e9 / memory_best));
     let floor_share = |s: &Stretch, around: &Around| {
         let missed = s.store.disk_bytes as f64 / s.tokens as f64;
-        Some(touched.serial_floor_s(missed, around.disk, around.memory) * s.rate())
+        Some(serial_floor_s(&touched, missed, around.disk, around.memory) * s.rate())
     };
     record.spread("decode_serial_floor_share", pairs(runs, floor_share));
 

@@ -10,6 +10,8 @@ use crate::backend::Backend;
 use crate::backend::cpu::CpuBackend;
 #[cfg(feature = "gpu")]
 use crate::backend::gpu;
+#[cfg(feature = "gpu")]
+use crate::forecast::{Touched, forecast};
 use crate::plan::{Plan, PlanRequest};
 use crate::vault::Vault;
 use crate::weights::Weights;
@@ -75,8 +77,8 @@ impl Chosen {
             }
             return Err(EngineError::Unsupported { what: format!("{what} on a GPU (--device cpu can)") });
         }
-        match Gpu::open(name, software) {
-            Ok(gpu) => Ok(Self { gpu: Some(std::sync::Arc::new(gpu)), note: None }),
+        match Gpu::shared(name, software) {
+            Ok(gpu) => Ok(Self { gpu: Some(gpu), note: None }),
             Err(error) if *choice == DeviceChoice::Auto => {
                 Ok(Self::cpu(Some(format!("on the processor: {error}"))))
             }
@@ -130,8 +132,13 @@ impl Chosen {
         if let Some(device) = self.gpu.take() {
             let made = crate::DevicePlan::new(device.facts(), spec, tables, plan, vram, slots)
                 .and_then(|held| gpu::GpuBackend::new(device, spec, &weights, tables, plan, held, exact));
-            match made {
-                Ok(backend) => return Ok(Box::new(backend)),
+            let worth = |mut backend: gpu::GpuBackend| match choice {
+                DeviceChoice::Auto => gains(&mut backend, vault, plan, kernels).map(|why| (backend, why)),
+                _ => Ok((backend, None)),
+            };
+            match made.and_then(worth) {
+                Ok((backend, None)) => return Ok(Box::new(backend)),
+                Ok((_, Some(why))) => self.note = Some(format!("on the processor: {why}")),
                 Err(error) if *choice == DeviceChoice::Auto => {
                     self.note = Some(format!("on the processor: {error}"));
                 }
@@ -141,6 +148,31 @@ impl Chosen {
         let _ = (choice, vram, slots);
         Ok(Box::new(CpuBackend::new(spec.clone(), weights, tables, plan, kernels, exact)))
     }
+}
+
+/// Why a device is not worth while; none if it is, or cannot be measured.
+#[cfg(feature = "gpu")]
+fn gains(
+    backend: &mut gpu::GpuBackend,
+    vault: &Vault,
+    plan: &Plan,
+    kernels: Kernels,
+) -> Result<Option<String>, EngineError> {
+    let (Some(rates), Some(tier)) = (backend.measure()?, backend.tier()) else { return Ok(None) };
+    // The ring, which is not touched yet, has that room.
+    let memory = crate::ceiling::memory_rate(kernels, plan.threads, plan.ring_bytes());
+    let touched = Touched::of(vault);
+    let forecast = forecast(&vault.spec, &touched, memory, Some((&tier.plan, rates)));
+    Ok(forecast.device.filter(|device| device.tok_s <= forecast.cpu_tok_s).map(|device| {
+        format!(
+            "{} would decode {:.1} tokens per second with {:.0} % of the experts in its memory, the processor {:.1} \
+             (--device gpu takes it all the same)",
+            tier.plan.device,
+            device.tok_s,
+            100.0 * tier.plan.slots.iter().sum::<usize>() as f64 / tier.plan.n_experts.max(1) as f64,
+            forecast.cpu_tok_s
+        )
+    }))
 }
 
 /// Tokens of a prefill step on a device, unless the user says otherwise: its kernels fill it with fewer than the

@@ -10,6 +10,7 @@ pub mod cpu;
 #[cfg(feature = "gpu")]
 pub mod gpu;
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use smoe_meter::TierMeter;
@@ -20,6 +21,7 @@ pub use choose::DeviceChoice;
 
 use crate::EngineError;
 use crate::device::DevicePlan;
+use crate::forecast::DeviceRates;
 use crate::kv::{KvCache, SeqId};
 use crate::routes::Routes;
 
@@ -61,6 +63,16 @@ impl KernelTimes {
     }
 }
 
+/// How far a backend went by itself ([`Backend::advance`]).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Advanced {
+    /// The first layer that is left.
+    pub next: usize,
+    /// That layer has all but some experts, which are to be brought: attention, routes and the experts that the
+    /// backend holds are done. Its `begin` comes next.
+    pub halted: bool,
+}
+
 /// The verbs of a layer, for the T tokens of a step.
 ///
 /// A step is `embed`, then for each layer `attend` and either `dense`, or `route`, `begin`, `experts` any
@@ -80,14 +92,26 @@ pub trait Backend: Send {
     /// Adds a dense feed-forward part.
     fn dense(&mut self, layer: usize) -> Result<(), EngineError>;
 
-    /// Computes as many layers from `from` on as it can without the host: gives the first one that is left. The
-    /// others' routes are told afterwards ([`Self::advanced`]).
-    fn advance(&mut self, from: usize, rows: &[Row], kv: &mut KvCache) -> Result<usize, EngineError> {
-        let _ = (rows, kv);
-        Ok(from)
+    /// Computes as many layers from `from` on as it can without the host, whose routes are asked for afterwards
+    /// ([`Self::advanced`]); and, after the last one, the logits of the tokens `head`, [`HEAD_ROWS`] at most, which
+    /// [`Self::head`] will be asked for.
+    fn advance(
+        &mut self,
+        from: usize,
+        rows: &[Row],
+        kv: &mut KvCache,
+        head: &[usize],
+    ) -> Result<Advanced, EngineError> {
+        let _ = (rows, kv, head);
+        Ok(Advanced { next: from, halted: false })
     }
 
-    /// Router logits, `[T, n_experts]`, of the `index`-th MoE layer, if [`Self::advance`] computed it.
+    /// Hears how a layer that [`Self::advance`] finished was routed.
+    fn routed(&mut self, layer: usize, routes: &Routes) {
+        let _ = (layer, routes);
+    }
+
+    /// Router logits, `[T, n_experts]`, of the `index`-th MoE layer, if [`Self::advance`] routed it.
     fn advanced(&mut self, index: usize) -> Result<&[f32], EngineError> {
         let what = format!("routes of MoE layer {index}, which the host has");
         Err(EngineError::Unsupported { what })
@@ -134,6 +158,11 @@ pub trait Backend: Send {
     /// Hidden states of one token after the final norm, `[d_model]`; only after the last layer.
     fn final_hidden(&mut self, token: usize) -> Result<&[f32], EngineError>;
 
+    /// What its device does with this model, if nothing has been computed yet.
+    fn measure(&mut self) -> Result<Option<DeviceRates>, EngineError> {
+        Ok(None)
+    }
+
     /// Times every kernel of a device from now on, or no longer: gives what was timed so far. Timed steps are waited
     /// for, so they are slower than others.
     fn profile(&mut self, on: bool) -> Option<KernelTimes> {
@@ -153,6 +182,8 @@ pub trait Backend: Send {
         Ok(())
     }
 
-    /// Forgets every expert that it holds.
-    fn forget_experts(&mut self) {}
+    /// Forgets every expert of these layers that it holds.
+    fn forget_experts(&mut self, layers: Range<usize>) {
+        let _ = layers;
+    }
 }

@@ -696,6 +696,22 @@ impl KvCache {
         self.device_copies = Some(Vec::new());
     }
 
+    /// The device is lost, and the blocks on it: every sequence is empty, nothing can be found, and blocks lie in this
+    /// memory from here on.
+    pub fn leave_device(&mut self) {
+        self.device_copies = None;
+        for i in 0..self.sequences.len() {
+            self.truncate(SeqId(i as u32), 0);
+        }
+        for id in 0..self.blocks.len() as u32 {
+            // Nobody holds it: it was only there to be found.
+            if self.tree.node(id).is_some() {
+                self.tree.remove(id);
+                self.free.push(id);
+            }
+        }
+    }
+
     /// True if blocks lie in a device's memory.
     #[must_use]
     pub const fn is_on_device(&self) -> bool {

@@ -3,12 +3,15 @@
 //
 // Needs: norm_float.wgsl, attention_*.wgsl, fn fma4, const HEADS, KV_HEADS, PER_KV, QUERIES (of a workgroup), GROUPS
 // (workgroups that share a kv head's queries), TILE (tokens), HEAD_DIM, VALUE_DIM, COLUMNS (lanes side by side
-// over a value), ROW (16-byte words of a cache row), NARROW (of four values in 16 bytes), STAGE; the buffers
+// over a value), ROW (16-byte words of a cache row), NARROW (of four values in 16 bytes), STAGE, alias Narrow (these four); the buffers
 // queries (vec4<f32>), keys (vec4<u32>) and values (four elements each) of the same cache, rows (vec4<u32>),
 // tables (u32), sums (vec4<f32>), stats (vec2<f32>).
 //
 // Splits begin at multiples of SPLIT, whatever the token sees, and every sum within one has an order of its own,
 // fixed per query: so what a token gets depends neither on its neighbours nor on how many there are.
+//
+// Then attention_split.wgsl leaves what others go on with, or, if there is no other split, attention_whole.wgsl makes
+// of it what attention_combine.wgsl would.
 //
 //     scores    a quad of lanes for two positions; a lane takes every fourth 16 bytes of the two keys, for all
 //               queries at once
@@ -32,6 +35,8 @@ const RAGGED: bool = STEPS * 4u * PARTS != QUERY_WORDS;
 const VECTORS: u32 = (QUERIES + 3u) / 4u;
 const VALUE_WORDS: u32 = VALUE_DIM / 4u;
 const SLICES: u32 = THREADS / COLUMNS;
+// Rows of values that a lane reads before it adds them up: a round trip to memory for each would take longest of all.
+const AT_ONCE: u32 = 8u;
 // The weight of a position that a query does not see: -0, which no weight is.
 const UNSEEN: u32 = 0x80000000u;
 
@@ -42,6 +47,11 @@ var<workgroup> scores: array<vec4<f32>, SPLIT * VECTORS>;
 var<workgroup> maxima: array<vec4<f32>, THREADS / 4u>;
 var<workgroup> totals: array<vec4<f32>, THREADS / 4u>;
 var<workgroup> blocks: array<u32, SPLIT / BLOCK>;
+
+/// With the device's own fma: the order of these sums is nobody else's.
+fn loose4(a: vec4<f32>, b: vec4<f32>, c: vec4<f32>) -> vec4<f32> {
+    return fma(a, b, c);
+}
 
 /// First 16 bytes of the row of a position of the split.
 fn row_at(plane: u32, head: u32, position: u32) -> u32 {
@@ -206,7 +216,7 @@ fn main(
                     let head = part + query % SHARE;
                     if (token >= begin && token < to && head < PER_KV) {
                         let unit = (tile + token - p.first) * p.splits + wg.x;
-                        stats[unit * HEADS + kv_head * PER_KV + head] = vec2(maximum[i], total[i]);
+                        end_query(unit, query, kv_head * PER_KV + head, maximum[i], total[i]);
                     }
                 }
             }
@@ -218,18 +228,27 @@ fn main(
                 acc[q] = vec4(0.0);
             }
             if (column < VALUE_WORDS) {
-                for (var i = slice; i < end; i += SLICES) {
-                    if (i < start) {
-                        continue;
+                for (var first = slice; first < end; first += SLICES * AT_ONCE) {
+                    // All are on their way before the first is used.
+                    var rows_ahead: array<Narrow, AT_ONCE>;
+                    for (var j = 0u; j < AT_ONCE; j++) {
+                        let i = clamp(first + j * SLICES, start, end - 1u);
+                        rows_ahead[j] = values[row_at(1u, kv_head, i) * NARROW + column];
                     }
-                    let x = widen_value(values[row_at(1u, kv_head, i) * NARROW + column]);
-                    for (var v = 0u; v < VECTORS; v++) {
-                        let w = scores[i * VECTORS + v];
-                        for (var k = 0u; k < 4u; k++) {
-                            let q = 4u * v + k;
-                            if (q < QUERIES) {
-                                let next = fma4(vec4(w[k]), x, acc[q]);
-                                acc[q] = select(acc[q], next, TILE == 1u || alike || bitcast<u32>(w[k]) != UNSEEN);
+                    for (var j = 0u; j < AT_ONCE; j++) {
+                        let i = first + j * SLICES;
+                        if (i < start || i >= end) {
+                            continue;
+                        }
+                        let x = widen_value(rows_ahead[j]);
+                        for (var v = 0u; v < VECTORS; v++) {
+                            let w = scores[i * VECTORS + v];
+                            for (var k = 0u; k < 4u; k++) {
+                                let q = 4u * v + k;
+                                if (q < QUERIES) {
+                                    let next = loose4(vec4(w[k]), x, acc[q]);
+                                    acc[q] = select(acc[q], next, TILE == 1u || alike || bitcast<u32>(w[k]) != UNSEEN);
+                                }
                             }
                         }
                     }
@@ -253,11 +272,12 @@ fn main(
                             sum += stage[(i / VALUE_WORDS) * THREADS + s * COLUMNS + word];
                         }
                         let unit = (tile + token - p.first) * p.splits + wg.x;
-                        sums[(unit * HEADS + kv_head * PER_KV + head) * VALUE_WORDS + word] = sum;
+                        end_sum(unit, query, kv_head * PER_KV + head, word, sum);
                     }
                 }
             }
             workgroupBarrier();
+            hand_out(tile, kv_head * PER_KV + part, min(SHARE, PER_KV - part), lane);
         }
         begin = to;
     }

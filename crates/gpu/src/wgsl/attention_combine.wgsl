@@ -11,6 +11,8 @@ var<immediate> p: Params;
 
 const SPLIT: u32 = 128u;
 const THREADS: u32 = 64u;
+// Splits that a lane reads before it adds them up.
+const READS: u32 = 4u;
 const VALUE_WORDS: u32 = VALUE_DIM / 4u;
 const ROW_WORDS: u32 = HEADS * VALUE_WORDS;
 
@@ -33,17 +35,35 @@ fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) l
                 maximum = sink_of(head);
             }
             let first = wg.y * p.splits;
-            for (var s = 0u; s < count; s++) {
-                maximum = max(maximum, stats[(first + s) * HEADS + head].x);
+            for (var begin_split = 0u; begin_split < count; begin_split += READS) {
+                for (var r = 0u; r < READS; r++) {
+                    // The last one again changes nothing.
+                    let s = min(begin_split + r, count - 1u);
+                    maximum = max(maximum, stats[(first + s) * HEADS + head].x);
+                }
             }
             var total = 0.0;
-            for (var s = 0u; s < count; s++) {
-                let stat = stats[(first + s) * HEADS + head];
-                let factor = exponential(stat.x - maximum);
-                total = fma(factor, stat.y, total);
-                let at = ((first + s) * HEADS + head) * VALUE_WORDS + chunk % VALUE_WORDS;
-                for (var i = 0u; i < AT_ONCE; i++) {
-                    x[begin + i] = fma4(vec4(factor), sums[at + 4u * i], x[begin + i]);
+            for (var begin_split = 0u; begin_split < count; begin_split += READS) {
+                // All are on their way before the first is used.
+                var stat: array<vec2<f32>, READS>;
+                var values: array<vec4<f32>, READS * AT_ONCE>;
+                for (var r = 0u; r < READS; r++) {
+                    let s = min(begin_split + r, count - 1u);
+                    stat[r] = stats[(first + s) * HEADS + head];
+                    let at = ((first + s) * HEADS + head) * VALUE_WORDS + chunk % VALUE_WORDS;
+                    for (var i = 0u; i < AT_ONCE; i++) {
+                        values[r * AT_ONCE + i] = sums[at + 4u * i];
+                    }
+                }
+                for (var r = 0u; r < READS; r++) {
+                    if (begin_split + r >= count) {
+                        break;
+                    }
+                    let factor = exponential(stat[r].x - maximum);
+                    total = fma(factor, stat[r].y, total);
+                    for (var i = 0u; i < AT_ONCE; i++) {
+                        x[begin + i] = fma4(vec4(factor), values[r * AT_ONCE + i], x[begin + i]);
+                    }
                 }
             }
             if (SINKS) {

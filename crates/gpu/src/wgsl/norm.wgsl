@@ -1,7 +1,8 @@
 // Residual sum, RMSNorm and int8 form of a token: one workgroup each, all of its values in registers.
 //
-// Needs: quantise.wgsl (const GROUP), norm_float.wgsl, fn fma4, const D, GROUPS, THREADS, ROUNDS, NORMED, CODED, CHANGED;
-// load_hidden, store_hidden, load_weight, store_normed, delta, token_of; codes and cells if CODED.
+// Needs: quantise.wgsl (const GROUP), norm_float.wgsl, fn fma4, const D, GROUPS, THREADS, ROUNDS, AHEAD (weights
+// that a lane reads in advance; 1 if none), NORMED, CODED, CHANGED;
+// load_hidden, store_hidden, load_weight, store_normed, delta, token_of, halted; codes and cells if CODED.
 //
 // Lane q of a quad holds columns 4 * (4i + q) of a group and the three after them, i = 0..WORDS: a quad reads
 // 64 bytes at a time.
@@ -10,6 +11,11 @@ struct Params { eps: f32, zero: f32, nothing: u32 }
 var<immediate> p: Params;
 
 var<workgroup> sums: array<f32, THREADS / 4u>;
+
+/// The i-th vector of a lane in a round.
+fn chunk_of(round: u32, i: u32, lane: u32) -> u32 {
+    return (round * (THREADS / 4u) + lane / 4u) * (GROUP / 4u) + 4u * i + lane % 4u;
+}
 
 @compute @workgroup_size(THREADS)
 fn main(
@@ -20,21 +26,35 @@ fn main(
 ) {
     let row = wg.x;
     let token = token_of(row);
+    // Nothing waits for it but what is written.
+    let goes_on = !halted();
     var x: array<vec4<f32>, ROUNDS * WORDS>;
-    var sum = 0.0;
+    var weights_ahead: array<vec4<f32>, AHEAD>;
+    // Everything is on its way before the first is used, and before anything is written.
     for (var round = 0u; round < ROUNDS; round++) {
-        let group = round * (THREADS / 4u) + lane / 4u;
         for (var i = 0u; i < WORDS; i++) {
-            let chunk = group * (GROUP / 4u) + 4u * i + lane % 4u;
+            let chunk = chunk_of(round, i, lane);
             var v = vec4(0.0);
             if (4u * chunk < D) {
                 v = load_hidden(token, chunk);
                 if (CHANGED) {
                     v += delta(token, chunk);
-                    store_hidden(token, chunk, v);
+                }
+                if (AHEAD > 1u) {
+                    weights_ahead[round * WORDS + i] = load_weight(0u, chunk);
                 }
             }
             x[round * WORDS + i] = v;
+        }
+    }
+    var sum = 0.0;
+    for (var round = 0u; round < ROUNDS; round++) {
+        for (var i = 0u; i < WORDS; i++) {
+            let chunk = chunk_of(round, i, lane);
+            let v = x[round * WORDS + i];
+            if (CHANGED && goes_on && 4u * chunk < D) {
+                store_hidden(token, chunk, v);
+            }
             sum = fma(v.x, v.x, sum);
             sum = fma(v.y, v.y, sum);
             sum = fma(v.z, v.z, sum);
@@ -55,11 +75,17 @@ fn main(
         let group = round * (THREADS / 4u) + lane / 4u;
         var y: array<vec4<f32>, WORDS>;
         for (var i = 0u; i < WORDS; i++) {
-            let chunk = group * (GROUP / 4u) + 4u * i + lane % 4u;
+            let chunk = chunk_of(round, i, lane);
             var v = vec4(0.0);
             if (4u * chunk < D) {
-                v = load_weight(0u, chunk) * (x[round * WORDS + i] * inverse);
-                if (NORMED) {
+                var weight: vec4<f32>;
+                if (AHEAD > 1u) {
+                    weight = weights_ahead[round * WORDS + i];
+                } else {
+                    weight = load_weight(0u, chunk);
+                }
+                v = weight * (x[round * WORDS + i] * inverse);
+                if (NORMED && goes_on) {
                     store_normed(row, chunk, v);
                 }
             }
@@ -67,7 +93,7 @@ fn main(
         }
         if (CODED) {
             let coded = quantise(y);
-            if (group < GROUPS) {
+            if (group < GROUPS && goes_on) {
                 store_codes(row * GROUPS + group, lane % 4u, coded);
             }
         }

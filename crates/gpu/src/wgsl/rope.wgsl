@@ -12,6 +12,8 @@ var<immediate> p: Params;
 const LANES: u32 = 32u;
 const AT_ONCE: u32 = 4u;
 const BLOCK: u32 = 32u;
+// Pairs of a lane.
+const TURNS: u32 = (HALF + LANES - 1u) / LANES;
 
 var<workgroup> x: array<f32, AT_ONCE * WIDEST>;
 // Sums of squares of sixteen lanes; then, of a q8 row, magnitudes.
@@ -47,6 +49,13 @@ fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) i
     let dim = select(HEAD_DIM, VALUE_DIM, value);
     let column = first + head * dim;
     let at = sub * WIDEST;
+    // What a key or value needs in the end is on its way at once: these reads follow from each other.
+    let row = rows[token];
+    let block = tables[row.y + row.x / BLOCK];
+    var turns: array<vec2<f32>, TURNS>;
+    for (var t = 0u; t < TURNS; t++) {
+        turns[t] = angles[row.x * HALF + min(t * LANES + lane, HALF - 1u)];
+    }
     for (var c = lane; c < dim; c += LANES) {
         x[at + c] = projected(token, column + c);
     }
@@ -59,10 +68,16 @@ fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) i
             begin = first;
             count = HEAD_DIM * select(KV_HEADS, HEADS, query);
         }
+        workgroupBarrier();
         if (lane < 16u && !value) {
             var sum = 0.0;
             for (var c = lane; c < count; c += 16u) {
-                let v = projected(token, begin + c);
+                var v: f32;
+                if (WHOLE) {
+                    v = projected(token, begin + c);
+                } else {
+                    v = x[at + c];
+                }
                 sum = fma(v, v, sum);
             }
             parts[sub * 16u + lane] = sum;
@@ -82,13 +97,16 @@ fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) i
     if (!value) {
         // Where this head's weights begin.
         let weights = select(HEAD_DIM * select(1u, HEADS, WHOLE), 0u, query) + select(0u, head * HEAD_DIM, WHOLE);
-        let position = rows[token].x;
-        for (var i = lane; i < HALF; i += LANES) {
+        for (var t = 0u; t < TURNS; t++) {
+            let i = t * LANES + lane;
+            if (i >= HALF) {
+                break;
+            }
             let i0 = select(i, 2u * i, INTERLEAVED);
             let i1 = select(i + HALF, 2u * i + 1u, INTERLEAVED);
             let x0 = normed(x[at + i0], weights + i0, inverse);
             let x1 = normed(x[at + i1], weights + i1, inverse);
-            let turn = angles[position * HALF + i];
+            let turn = turns[t];
             x[at + i0] = fma(x0, turn.x, -(x1 * turn.y));
             x[at + i1] = fma(x1, turn.x, x0 * turn.y);
         }
@@ -115,8 +133,6 @@ fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) i
         }
         return;
     }
-    let row = rows[token];
-    let block = tables[row.y + row.x / BLOCK];
     let to = (((2u * block + select(0u, 1u, value)) * KV_HEADS + head) * BLOCK + row.x % BLOCK) * ROW;
     if (TYPE == 0u) {
         for (var c = lane; c < dim; c += LANES) {

@@ -5,10 +5,12 @@
 // the number of those that come before it, so that no order of threads matters.
 //
 // Needs: norm_float.wgsl, const EXPERTS, TOP_K, TOKENS, SIGMOID, NORM, GROUPS (of which TOP_GROUPS are chosen; 1
-// if there are none), TOP_GROUPS, BEST_TWO, LISTED (the work list is made too); the buffers logits (f32), ids (u32),
-// weights (f32), and, if LISTED, slots (u32), work (u32), pairs (u32); fn bias_of(expert), correction_of(expert).
+// if there are none), TOP_GROUPS, BEST_TWO, LISTED (the work list is made too), HALTS (word HALT of the weights stops
+// it, and becomes p.number where experts are missing); the buffers logits (f32), ids (u32),
+// weights (f32), and, if LISTED, slots (u32), work (u32), pairs (u32); fn bias_of(expert), correction_of(expert),
+// see(number, logit).
 
-struct Params { tokens: u32, scale: f32, low: u32, nothing: u32 }
+struct Params { tokens: u32, scale: f32, number: f32, seen: u32, nothing: u32 }
 var<immediate> p: Params;
 
 const THREADS: u32 = 256u;
@@ -43,9 +45,15 @@ fn of_key(key: u32) -> f32 {
 fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
     let first = wg.x * TOKENS;
     let tokens = min(TOKENS, p.tokens - first);
+    // Nothing waits for it but what is written.
+    var goes_on = true;
+    if (HALTS) {
+        goes_on = weights[HALT] == 0.0;
+    }
     for (var i = lane; i < tokens * EXPERTS; i += THREADS) {
         let logit = logits[first * EXPERTS + i] + bias_of(i % EXPERTS);
         scores[i] = logit;
+        see(first * EXPERTS + i, logit);
         // Here NaN is to be found: it is above all numbers.
         keys[i] = select(key_of(logit), 0xffffffffu, (bitcast<u32>(logit) & 0x7fffffffu) > 0x7f800000u);
     }
@@ -144,13 +152,15 @@ fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) l
             weight = divide(weight, divisor);
         }
         let pair = token * TOP_K + before;
-        ids[first * TOP_K + pair] = expert;
-        weights[first * TOP_K + pair] = weight * p.scale;
+        if (goes_on) {
+            ids[first * TOP_K + pair] = expert;
+            weights[first * TOP_K + pair] = weight * p.scale;
+        }
         chosen[pair] = expert;
     }
     if (LISTED) {
         workgroupBarrier();
-        list(tokens * TOP_K, lane);
+        list(tokens * TOP_K, lane, goes_on);
     }
 }
 

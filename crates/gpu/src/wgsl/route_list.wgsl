@@ -1,6 +1,7 @@
-// The work list of at most eight tokens, within their workgroup: an expert has one entry at most.
+// The work list of at most eight tokens, within their workgroup: an expert has one entry at most. It is empty unless
+// `goes_on`.
 
-fn list(n: u32, lane: u32) {
+fn list(n: u32, lane: u32, goes_on: bool) {
     if (lane == 0u) {
         atomicStore(&entries, 0u);
         atomicStore(&missing, 0u);
@@ -25,6 +26,9 @@ fn list(n: u32, lane: u32) {
             count += select(0u, 1u, same);
             entry += select(0u, leads[j], other < expert);
         }
+        if (!goes_on) {
+            continue;
+        }
         pairs[place] = i;
         if (leads[i] == 1u) {
             let slot = slots[expert];
@@ -40,9 +44,13 @@ fn list(n: u32, lane: u32) {
     workgroupBarrier();
     if (lane == 0u) {
         let total = atomicLoad(&entries);
+        let absent = atomicLoad(&missing);
         work[0] = total;
-        work[1] = atomicLoad(&missing);
+        work[1] = absent;
         work[2] = total;
         work[3] = 0u;
+        if (HALTS && absent > 0u) {
+            weights[HALT] = p.number;
+        }
     }
 }

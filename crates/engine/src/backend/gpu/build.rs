@@ -6,18 +6,20 @@ use smoe_format::expert_file::{LayerTable, TensorEntry};
 use smoe_format::{Encoding, FfnKind, ModelSpec, Uniform};
 use smoe_gpu::{
     Angles, Attention, AttentionHeads, AttentionOutputs, AttentionScratch, CodedMatmul, Columns, Delta, Down,
-    Embed, ExactMatmul, ExpertInput, ExpertLayout, FloatMatmul, GateUp, Gpu, GpuError, Hidden, KvFormat,
-    KvLayout, MixNorm, NormOutputs, Projections as Projected, QkNorm, RopeAppend, RopePairs, Route,
+    Embed, ExactMatmul, ExpertInput, ExpertLayout, FloatMatmul, GateUp, Gpu, GpuError, Halt, Hidden,
+    KvFormat, KvLayout, MixNorm, NormOutputs, Projections as Projected, QkNorm, RopeAppend, RopePairs, Route,
     RouteInputs, RouteOutputs, Rows, Shared, Slice, Weights as DeviceWeights, WorkList,
 };
-use smoe_kernels::{KvType, Matrix};
+use smoe_kernels::{KvType, Matrix, Pool};
 use smoe_meter::TierMeter;
 
+use super::flow::{Flow, HALT_BYTES};
 use super::ops::{Ends, Input, Layer, LayerOps, Moe, Product, Routed, RowBuffer};
 use super::plan::layer_block_bytes;
+use super::recorder::Recorder;
 use super::tier::ExpertTier;
 use super::weights::{DeviceMatrix, Uploader, stackable};
-use super::{GpuBackend, LISTS, Pending, Recorder};
+use super::{GpuBackend, LISTS, Pending};
 use crate::EngineError;
 use crate::backend::{HEAD_ROWS, cpu};
 use crate::device::DevicePlan;
@@ -29,6 +31,9 @@ use crate::weights::{Ffn, LayerFfn, LayerWeights, Projections, Weights};
 
 /// Bytes for what the splits of attention come to.
 const ATTENTION_SCRATCH: u64 = 64 << 20;
+
+/// Threads that copy experts: what saturates a bus; not measured.
+const COPY_THREADS: usize = 8;
 
 /// The planes that layers share: one layer runs at a time.
 struct Planes {
@@ -55,8 +60,10 @@ struct Planes {
     angles: Slice,
     tables: Slice,
     rows: Vec<RowBuffer>,
-    /// `[MoE layers]` of `[T, n_experts]`.
-    router: Vec<Slice>,
+    /// Router logits, `[T, n_experts]`.
+    router: Slice,
+    /// The same of all MoE layers, for the host.
+    seen: Slice,
 }
 
 struct Builder<'a> {
@@ -120,10 +127,10 @@ impl GpuBackend {
         let n_moe = moe_index;
         let Builder { planes, kv, .. } = builder;
         let router = n_moe * plan.chunk * spec.moe.n_experts;
-        let readback = gpu.readback(floats(router.max(1)))?;
+        let readback = gpu.readback(HALT_BYTES + floats(router + HEAD_ROWS * spec.vocab_size))?;
+        let few = layers.iter().filter_map(|layer: &Layer| layer.ops.moe()).map(|moe| moe.route.few()).min();
         Ok(Self {
-            meter,
-            recorder: Recorder::new(gpu.clone()),
+            recorder: Recorder::new(gpu.clone(), meter.clone()),
             tokens: 0,
             visible: 0,
             next: 0,
@@ -136,20 +143,24 @@ impl GpuBackend {
             table_starts: Vec::with_capacity(plan.sessions),
             row_words: Vec::with_capacity(4 * plan.chunk),
             route_weights: planes.route_weights,
+            seen: planes.seen,
             kv,
             block: gpu.buffer("a block of keys and values", layer_block_bytes(spec, plan.kv))?,
             tier,
+            pool: Pool::new(plan.threads.min(COPY_THREADS), false),
             lists,
             listed: 0,
             readback,
             router: vec![0.0; router],
             logits: vec![0.0; HEAD_ROWS * spec.vocab_size],
+            headed: Vec::with_capacity(HEAD_ROWS),
             host_hidden: Vec::new(),
-            flowing: None,
+            flow: Flow::new(few.unwrap_or(usize::MAX), plan.chunk * spec.moe.top_k),
             everyone: Vec::with_capacity(plan.chunk),
-            stamp: 0,
+            tokens_done: 0,
             plan: device,
             spec: spec.clone(),
+            meter,
             gpu,
         })
     }
@@ -205,7 +216,8 @@ impl<'a> Builder<'a> {
             delta: plane("what attention adds", t * d)?,
             normed: Input::new(gpu, t, d, &groups)?,
             ids: plane("chosen experts", pairs)?,
-            route_weights: plane("weights of experts", pairs)?,
+            // And the halt.
+            route_weights: plane("weights of experts", pairs + 1)?,
             outputs: plane("outputs of experts", pairs * d)?,
             dense: plane("output of a dense part", t * d)?,
             gates: plane("gates of shared experts", t)?,
@@ -213,9 +225,8 @@ impl<'a> Builder<'a> {
             angles: angle_slice,
             tables: plane("blocks of sessions", blocks)?,
             rows: windows.into_iter().map(row).collect::<Result<_, GpuError>>()?,
-            router: (0..n_moe)
-                .map(|_| plane("router logits", t * spec.moe.n_experts))
-                .collect::<Result<_, _>>()?,
+            router: plane("router logits", t * spec.moe.n_experts)?,
+            seen: plane("router logits of all layers", n_moe * t * spec.moe.n_experts)?,
         };
         Ok(Self {
             gpu,
@@ -252,6 +263,12 @@ impl<'a> Builder<'a> {
         }
     }
 
+    /// The word behind the routing weights.
+    fn halt(&self) -> Halt<'_> {
+        Halt { words: &self.planes.route_weights, at: self.tokens * self.spec.moe.top_k }
+    }
+
+    /// Stops at a halt if it adds anything.
     fn norm(
         &self,
         weight: &Slice,
@@ -263,7 +280,8 @@ impl<'a> Builder<'a> {
         let coded = out.coded();
         let outputs = NormOutputs { plane: Some(&out.float), coded: &coded };
         let (d, eps, hidden) = (self.spec.d_model, self.spec.rms_norm_eps, &self.planes.hidden);
-        MixNorm::new(self.gpu, tokens, d, eps, hidden, weight, delta, rows, outputs)
+        let halt = (!matches!(delta, Delta::None)).then(|| self.halt());
+        MixNorm::halting(self.gpu, tokens, d, eps, hidden, weight, delta, rows, outputs, halt)
     }
 
     /// `out[t, offset..] = W input[t]`, W being `matrices` one under the other.
@@ -403,7 +421,7 @@ impl<'a> Builder<'a> {
             (LayerFfn::Moe { router, router_bias, correction, shared, shared_scale, .. }, Some(tier)) => {
                 let (index, table, (memory, places)) = tier;
                 let layout = ExpertLayout::new(table, table.record_len as u64);
-                let logits = self.planes.router[index].clone();
+                let logits = self.planes.router.clone();
                 let n_experts = self.spec.moe.n_experts;
                 let router = self.product(&[host.matrix(router)], &normed, t, &logits, n_experts)?;
                 let shared = match shared {
@@ -435,13 +453,18 @@ impl<'a> Builder<'a> {
                     correction: correction.as_ref(),
                     slots: places,
                 };
-                let outputs =
-                    RouteOutputs { ids: &self.planes.ids, weights: &self.planes.route_weights, list: own };
+                let outputs = RouteOutputs {
+                    ids: &self.planes.ids,
+                    weights: &self.planes.route_weights,
+                    list: own,
+                    seen: Some((&self.planes.seen, index)),
+                };
+                let halt = (self.halt(), (index + 1) as f32);
                 LayerOps::Moe(Box::new(Moe {
                     index,
                     router,
                     bias: router_bias.clone(),
-                    route: Route::new(self.gpu, t, &self.spec.moe, inputs, outputs)?,
+                    route: Route::halting(self.gpu, t, &self.spec.moe, inputs, outputs, Some(halt))?,
                     own: routed(own)?,
                     lists: lists.iter().map(routed).collect::<Result<_, _>>()?,
                     shared,
@@ -548,7 +571,6 @@ impl<'a> Builder<'a> {
             chosen,
             input,
             head,
-            readback: self.gpu.readback(floats(HEAD_ROWS * vocab))?,
             logits,
         })
     }

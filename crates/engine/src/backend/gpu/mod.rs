@@ -1,34 +1,44 @@
 //! The GPU backend: the verbs of a layer as recorded kernels, experts in a tier of the device's own memory.
 //!
-//! Nothing waits but the router: a step is recorded layer by layer and handed over when the host must know
-//! which experts a layer needs, so a layer costs one submit and one wait; and none at all if the device holds
-//! every expert: then [`GpuBackend::advance`] records all layers, the routes stay on the device, and the host
-//! hears of them afterwards.
+//! Steps of a few tokens are recorded several layers at a time, all at once if the device holds every expert: the
+//! routes stay on the device, and the host hears of them afterwards, and of experts that are missing (`flow.rs`). Longer
+//! ones, that miss some in any case, are recorded layer by layer and handed over when the host must know which
+//! experts a layer needs.
 //!
 //! Experts' products have the CPU's bits where the device's fma is fused ([`Gpu::fused_fma`]), so it does not
 //! matter which of the two computes an expert; attention and norms sum in an order of their own.
 
 mod build;
+mod flow;
+mod measure;
 mod ops;
 mod plan;
+mod recorder;
+#[cfg(test)]
+mod tests;
 mod tier;
 mod weights;
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
 use smoe_format::ModelSpec;
-use smoe_gpu::{Gpu, Readback, Slice, Step, Submitted, WorkList};
+use smoe_gpu::{Gpu, Readback, Recorded, Slice, Submitted, WorkList};
+use smoe_kernels::Pool;
 use smoe_meter::TierMeter;
 use smoe_store::Lease;
 
 use crate::EngineError;
-use crate::backend::{Backend, DeviceTier, HEAD_ROWS, KernelTimes, Row};
+use crate::backend::{Advanced, Backend, DeviceTier, HEAD_ROWS, KernelTimes, Row};
 use crate::device::DevicePlan;
+use crate::forecast::DeviceRates;
 use crate::kv::KvCache;
 use crate::routes::Routes;
+use flow::{Flow, stamp};
 use ops::{Ends, Layer, LayerOps, RowBuffer};
 pub(crate) use plan::{max_chunk, unsupported};
+use recorder::Recorder;
 use tier::{Admission, ExpertTier};
 
 /// Work lists that the host writes: batches of experts between two submits.
@@ -67,27 +77,33 @@ pub struct GpuBackend {
     /// Where each session's blocks begin there.
     table_starts: Vec<(u32, u32)>,
     row_words: Vec<u32>,
-    /// `[T, top_k]`, weights of the step's routes.
+    /// `[T, top_k]`, weights of the step's routes, and the halt.
     route_weights: Slice,
+    /// `[MoE layers, T, n_experts]`, router logits of a flow.
+    seen: Slice,
     /// Keys and values, by layer.
     kv: Vec<Slice>,
     /// Room for a block of a layer on its way to another.
     block: Slice,
     tier: ExpertTier,
+    /// Copies experts to where the device fetches them.
+    pool: Pool,
     lists: Vec<WorkList>,
     /// Lists written since the last submit.
     listed: usize,
-    /// Router logits, `[MoE layers, T, n_experts]`, and the rest of what the host reads.
+    /// What the host reads.
     readback: Readback,
+    /// Router logits, `[MoE layers, T, n_experts]`.
     router: Vec<f32>,
     logits: Vec<f32>,
+    /// The tokens whose logits these are.
+    headed: Vec<usize>,
     host_hidden: Vec<f32>,
-    /// A step whose routes the host has not read.
-    flowing: Option<Submitted>,
+    flow: Flow,
     /// The step's tokens: pairs of a resident part.
     everyone: Vec<u32>,
-    /// Clock of the experts' uses.
-    stamp: u64,
+    /// Tokens before the step: the clock of the experts' uses.
+    tokens_done: u64,
 }
 
 impl std::fmt::Debug for GpuBackend {
@@ -96,45 +112,18 @@ impl std::fmt::Debug for GpuBackend {
     }
 }
 
-/// The step being recorded.
-struct Recorder {
-    gpu: Arc<Gpu>,
-    /// Kernels that are recorded and not yet handed over.
-    step: Option<Step>,
-    /// Times of kernels, while somebody asks.
-    profile: Option<KernelTimes>,
-}
-
-impl Recorder {
-    fn new(gpu: Arc<Gpu>) -> Self {
-        Self { gpu, step: None, profile: None }
-    }
-
-    /// Where the next kernel goes.
-    fn step(&mut self) -> &mut Step {
-        let Self { gpu, step, profile } = self;
-        step.get_or_insert_with(|| {
-            profile.as_ref().and_then(|_| gpu.profiled_step()).unwrap_or_else(|| gpu.step())
-        })
-    }
-}
-
-/// Layers that are recorded before the device gets them: it works on these while the host records the next ones
-/// (EXP-GPU-02).
-const LAYERS_AT_ONCE: usize = 6;
-
 impl GpuBackend {
     /// Hands what is recorded to the device.
     fn submit(&mut self) -> Option<Submitted> {
-        let step = self.recorder.step.take()?;
-        self.meter.submits.add(1);
-        self.meter.dispatches.add(u64::from(step.dispatches()));
+        self.submit_with(None)
+    }
+
+    /// Hands it over, and `then` after it.
+    fn submit_with(&mut self, then: Option<Recorded>) -> Option<Submitted> {
+        let submitted = self.recorder.submit(then)?;
         self.tier.submitted();
         self.listed = 0;
-        let Some(times) = &mut self.recorder.profile else { return Some(step.submit()) };
-        let mut tell = |name: &str, ns: f64| times.add(name, ns);
-        // A failure shows when the step's results are read.
-        self.gpu.finish_profile(step, &mut tell).ok()
+        Some(submitted)
     }
 
     /// Reads `out` back, once the device has done `submitted`.
@@ -150,6 +139,25 @@ impl GpuBackend {
         meter.waits.add(1);
         meter.wait_ns.add_time(start.elapsed());
         Ok(result?)
+    }
+
+    /// Begins a step of these tokens.
+    fn begin_step(&mut self, tokens: &[u32]) {
+        // A step that was given up leaves kernels and lists behind: nothing waits for what they compute.
+        self.recorder.clear();
+        self.stop_flow();
+        self.headed.clear();
+        self.listed = 0;
+        self.tokens_done += self.tokens as u64;
+        (self.tokens, self.next, self.pending) = (tokens.len(), 0, Pending::Nothing);
+        self.gpu.write(&self.ends.ids, 0, bytemuck::cast_slice(tokens));
+        if let Some(list) = &self.ends.everyone {
+            self.everyone.truncate(0);
+            self.everyone.extend(0..tokens.len() as u32);
+            list.write(&self.gpu, &[(0, 0, &self.everyone)]);
+        }
+        let step = self.recorder.step();
+        self.ends.embed.record(step, tokens.len());
     }
 
     /// Tells the device whose tokens the step has.
@@ -213,33 +221,11 @@ impl GpuBackend {
         }
         ops.qkv.iter().for_each(|product| product.record(step, tokens));
         ops.rope.record(step, tokens);
-        ops.attention.record(step, tokens, ops.window.min(visible));
+        ops.attention.record(step, tokens, ops.window.min(visible), visible);
         ops.o.iter().for_each(|product| product.record(step, tokens));
         ops.leave.record(step, tokens);
         self.pending = Pending::Nothing;
         self.next = layer + 1;
-    }
-
-    /// Computes everything that is left without the host, if the device holds every expert.
-    fn record_all(&mut self, from: usize) {
-        for layer in from..self.layers.len() {
-            self.record_attention(layer);
-            let tokens = self.tokens;
-            let step = self.recorder.step();
-            match &self.layers[layer].ops {
-                LayerOps::Dense(ffn) => ffn.record(step, tokens),
-                LayerOps::Moe(moe) => {
-                    moe.router.iter().for_each(|product| product.record(step, tokens));
-                    moe.record_shared(step, tokens);
-                    moe.route.record(step, tokens);
-                    moe.own.record(step, tokens);
-                }
-            }
-            self.pending = Pending::Ffn;
-            if layer % LAYERS_AT_ONCE == LAYERS_AT_ONCE - 1 {
-                self.submit();
-            }
-        }
     }
 
     /// Adds what is pending to the hidden states, for who wants to see them.
@@ -256,6 +242,26 @@ impl GpuBackend {
         self.pending = Pending::Nothing;
     }
 
+    /// Records the logits of these tokens.
+    fn record_head(&mut self, tokens: &[usize]) {
+        assert!(tokens.len() <= HEAD_ROWS, "{} rows of logits at once", tokens.len());
+        let all = tokens.len() == self.tokens && tokens.iter().enumerate().all(|(i, &t)| i == t);
+        if !all || self.pending == Pending::Nothing {
+            self.settle();
+        }
+        let n = tokens.len();
+        let mut ids = [0; HEAD_ROWS];
+        ids.iter_mut().zip(tokens).for_each(|(id, &token)| *id = token as u32);
+        self.gpu.write(&self.ends.chosen, 0, bytemuck::cast_slice(&ids));
+        let step = self.recorder.step();
+        match self.pending {
+            Pending::Ffn => self.ends.mix_few.record(step, n),
+            Pending::Nothing => self.ends.choose.record(step, n),
+        }
+        self.pending = Pending::Nothing;
+        self.ends.head.iter().for_each(|product| product.record(step, n));
+    }
+
     /// Brings a plane to `host_hidden`.
     fn download(&mut self, slice: &Slice) -> Result<(), EngineError> {
         self.host_hidden.clear();
@@ -269,18 +275,7 @@ impl GpuBackend {
 impl Backend for GpuBackend {
     fn embed(&mut self, tokens: &[u32]) -> Result<(), EngineError> {
         self.gpu.check()?;
-        // A step that was given up leaves kernels and lists behind: nothing waits for what they compute.
-        self.recorder.step = None;
-        self.listed = 0;
-        (self.tokens, self.next, self.pending) = (tokens.len(), 0, Pending::Nothing);
-        self.gpu.write(&self.ends.ids, 0, bytemuck::cast_slice(tokens));
-        if let Some(list) = &self.ends.everyone {
-            self.everyone.truncate(0);
-            self.everyone.extend(0..tokens.len() as u32);
-            list.write(&self.gpu, &[(0, 0, &self.everyone)]);
-        }
-        let step = self.recorder.step();
-        self.ends.embed.record(step, tokens.len());
+        self.begin_step(tokens);
         Ok(())
     }
 
@@ -301,36 +296,23 @@ impl Backend for GpuBackend {
         Ok(())
     }
 
-    fn advance(&mut self, from: usize, rows: &[Row], kv: &mut KvCache) -> Result<usize, EngineError> {
-        if !self.tier.holds_all() {
-            return Ok(from);
-        }
-        if from == 0 {
-            self.place(rows, kv);
-        }
-        self.record_all(from);
-        // The routes, for those who count them.
-        let per_layer = (self.tokens * self.spec.moe.n_experts * 4) as u64;
-        let step = self.recorder.step();
-        for (i, layer) in self.layers.iter().filter_map(|layer| layer.ops.moe()).enumerate() {
-            step.read_back(&layer.logits.part(0, per_layer), &self.readback, i as u64 * per_layer);
-        }
-        self.flowing = self.submit();
-        Ok(self.layers.len())
+    fn advance(
+        &mut self,
+        from: usize,
+        rows: &[Row],
+        kv: &mut KvCache,
+        head: &[usize],
+    ) -> Result<Advanced, EngineError> {
+        self.flow(from, rows, kv, head)
     }
 
     fn advanced(&mut self, index: usize) -> Result<&[f32], EngineError> {
         let per_layer = self.tokens * self.spec.moe.n_experts;
-        if let Some(submitted) = self.flowing.take() {
-            let layers = self.spec.moe_layers().count();
-            let out = &mut self.router[..layers * per_layer];
-            Self::read(&self.gpu, &self.meter, &self.readback, &submitted, out)?;
-            let moes = self.layers.iter().filter_map(|layer| layer.ops.moe());
-            moes.zip(out.chunks_mut(per_layer)).for_each(|(moe, logits)| moe.add_bias(logits));
-            let asked = (self.tokens * self.spec.moe.top_k * layers) as u64;
-            self.meter.hits.add(asked);
-        }
         Ok(&self.router[index * per_layer..(index + 1) * per_layer])
+    }
+
+    fn routed(&mut self, layer: usize, routes: &Routes) {
+        self.hear(layer, routes);
     }
 
     fn route(&mut self, layer: usize) -> Result<&[f32], EngineError> {
@@ -364,8 +346,10 @@ impl Backend for GpuBackend {
     }
 
     fn begin(&mut self, layer: usize, routes: &Routes) -> Result<(), EngineError> {
+        if self.resume(layer, routes) {
+            return Ok(());
+        }
         let tokens = self.tokens;
-        self.stamp += 1;
         let weights: Vec<f32> = (0..tokens).flat_map(|token| routes.of_token(token).1).copied().collect();
         self.gpu.write(&self.route_weights, 0, bytemuck::cast_slice(&weights));
         let Some(moe) = self.layers[layer].ops.moe() else { return Ok(()) };
@@ -373,7 +357,7 @@ impl Backend for GpuBackend {
         let mut here = Vec::new();
         for &expert in routes.union() {
             if let Some(slot) = self.tier.place(moe.index, expert) {
-                self.tier.touch(moe.index, slot, self.stamp);
+                self.tier.touch(moe.index, slot, self.tokens_done + stamp(routes, expert));
                 here.push((slot, expert, routes.of_expert(expert).0));
             }
         }
@@ -386,23 +370,21 @@ impl Backend for GpuBackend {
         let mut batch = Vec::with_capacity(ready.len());
         for lease in ready.drain(..) {
             let expert = lease.key().expert;
-            let pairs = routes.of_expert(expert).0;
+            let stamp = self.tokens_done + stamp(routes, expert);
             let slot = loop {
-                match self.tier.admit(&self.gpu, index, expert, self.stamp) {
+                match self.tier.admit(index, expert, stamp) {
                     Admission::Slot(slot) => break slot,
                     Admission::Busy => {
                         // What is recorded reads every slot: hand it over, then its slots may be written.
-                        self.compute(layer, &std::mem::take(&mut batch));
+                        self.take_in(layer, &mut batch, routes);
                         self.submit();
                     }
                 }
             };
             self.meter.misses.add(1);
-            let bytes = lease.bytes();
-            self.gpu.write(&self.tier.slot(index, slot, bytes.len() as u64), 0, bytes);
-            batch.push((slot, expert, pairs));
+            batch.push((slot, lease));
         }
-        self.compute(layer, &batch);
+        self.take_in(layer, &mut batch, routes);
         Ok(())
     }
 
@@ -417,26 +399,17 @@ impl Backend for GpuBackend {
     }
 
     fn head(&mut self, tokens: &[usize]) -> Result<&[f32], EngineError> {
-        assert!(tokens.len() <= HEAD_ROWS, "{} rows of logits at once", tokens.len());
-        let all = tokens.len() == self.tokens && tokens.iter().enumerate().all(|(i, &t)| i == t);
-        if !all || self.pending == Pending::Nothing {
-            self.settle();
+        let len = tokens.len() * self.spec.vocab_size;
+        if self.headed.as_slice() != tokens {
+            self.record_head(tokens);
+            let logits = self.ends.logits.part(0, 4 * len as u64);
+            self.recorder.step().read_back(&logits, &self.readback, 0);
+            if let Some(submitted) = self.submit() {
+                Self::read(&self.gpu, &self.meter, &self.readback, &submitted, &mut self.logits[..len])?;
+            }
         }
-        let n = tokens.len();
-        let ids: Vec<u32> = tokens.iter().map(|&t| t as u32).collect();
-        self.gpu.write(&self.ends.chosen, 0, bytemuck::cast_slice(&ids));
-        let step = self.recorder.step();
-        match self.pending {
-            Pending::Ffn => self.ends.mix_few.record(step, n),
-            Pending::Nothing => self.ends.choose.record(step, n),
-        }
-        self.pending = Pending::Nothing;
-        self.ends.head.iter().for_each(|product| product.record(step, n));
-        let len = n * self.spec.vocab_size;
-        step.read_back(&self.ends.logits.part(0, 4 * len as u64), &self.ends.readback, 0);
-        if let Some(submitted) = self.submit() {
-            Self::read(&self.gpu, &self.meter, &self.ends.readback, &submitted, &mut self.logits[..len])?;
-        }
+        // What is asked for again may have changed: `observe` looks at a step in several ways.
+        self.headed.clear();
         Ok(&self.logits[..len])
     }
 
@@ -459,25 +432,32 @@ impl Backend for GpuBackend {
 
     fn bring(&mut self, layer: usize, ready: &mut Vec<Lease>) -> Result<(), EngineError> {
         let Some(index) = self.layers[layer].ops.moe().map(|moe| moe.index) else { return Ok(()) };
+        let mut batch = Vec::with_capacity(ready.len());
         for lease in ready.drain(..) {
             let expert = lease.key().expert;
             if self.tier.place(index, expert).is_some() {
                 continue;
             }
-            if let Admission::Slot(slot) = self.tier.admit(&self.gpu, index, expert, self.stamp) {
-                let bytes = lease.bytes();
-                self.gpu.write(&self.tier.slot(index, slot, bytes.len() as u64), 0, bytes);
+            if let Admission::Slot(slot) = self.tier.admit(index, expert, self.tokens_done) {
+                batch.push((slot, lease));
             }
         }
+        self.upload(index, &batch);
         // What is written waits in memory of the host's until something is submitted.
         let submitted = self.gpu.step().submit();
         self.tier.submitted();
         Ok(self.gpu.wait(&submitted)?)
     }
 
-    fn forget_experts(&mut self) {
+    fn forget_experts(&mut self, layers: Range<usize>) {
         self.submit();
-        self.tier.clear(&self.gpu);
+        for moe in self.layers[layers].iter().filter_map(|layer| layer.ops.moe()) {
+            self.tier.clear(&self.gpu, moe.index);
+        }
+    }
+
+    fn measure(&mut self) -> Result<Option<DeviceRates>, EngineError> {
+        self.measure_rates()
     }
 
     fn profile(&mut self, on: bool) -> Option<KernelTimes> {
@@ -490,6 +470,32 @@ impl Backend for GpuBackend {
 }
 
 impl GpuBackend {
+    /// Writes experts into their slots.
+    fn upload(&self, index: usize, batch: &[(u32, Lease)]) {
+        let part = |(slot, lease): &(u32, Lease)| {
+            let len = lease.bytes().len() as u64;
+            self.tier.slot(index, *slot, len)
+        };
+        let parts: Vec<_> = batch.iter().map(|of| (part(of), of.1.bytes())).collect();
+        if parts.is_empty() {
+            return;
+        }
+        self.gpu.write_all(&parts, &|tasks, task| self.pool.run(tasks, task));
+        self.tier.tell(&self.gpu, index);
+    }
+
+    /// Writes experts into their slots, records them, and gives their leases back.
+    fn take_in(&mut self, layer: usize, batch: &mut Vec<(u32, Lease)>, routes: &Routes) {
+        let Some(index) = self.layers[layer].ops.moe().map(|moe| moe.index) else { return };
+        self.upload(index, batch);
+        let here = |(slot, lease): &(u32, Lease)| {
+            let expert = lease.key().expert;
+            (*slot, expert, routes.of_expert(expert).0)
+        };
+        self.compute(layer, &batch.iter().map(here).collect::<Vec<_>>());
+        batch.clear();
+    }
+
     /// Records experts that are on the device: (slot, expert, its pairs).
     fn compute(&mut self, layer: usize, experts: &[(u32, u32, &[u32])]) {
         if experts.is_empty() {

@@ -2,7 +2,7 @@
 
 use smoe_gpu::{
     Attention, CodedMatmul, CodedPlane, Down, Embed, ExactMatmul, FloatMatmul, GateUp, Gpu, GpuError,
-    MixNorm, Readback, RopeAppend, Route, Slice, Step, WorkList,
+    MixNorm, RopeAppend, Route, Slice, Step, WorkList,
 };
 
 /// A product with a matrix of the backbone.
@@ -63,7 +63,7 @@ pub(super) struct Moe {
     /// Its number among the MoE layers.
     pub(super) index: usize,
     pub(super) router: Vec<Product>,
-    /// `[T, n_experts]`.
+    /// `[T, n_experts]`; all layers share them.
     pub(super) logits: Slice,
     /// Added to the logits; the device's copy is in `route`.
     pub(super) bias: Option<Vec<f32>>,
@@ -149,7 +149,6 @@ pub(super) struct Ends {
     pub(super) head: Vec<Product>,
     /// `[HEAD_ROWS, vocab_size]`.
     pub(super) logits: Slice,
-    pub(super) readback: Readback,
 }
 
 /// Per token: position, start of its session's blocks, first position that it sees, 0.

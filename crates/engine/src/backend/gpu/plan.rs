@@ -136,7 +136,7 @@ fn plane_bytes(spec: &ModelSpec, plan: &Plan) -> u64 {
     let moe_layers = spec.moe_layers().count() as u64;
     let floats = t * (5 * d + projections + heads + 2 * width)
         + pairs * (d + 2 * spec.moe.d_expert as u64)
-        + t * spec.moe.n_experts as u64 * moe_layers
+        + t * spec.moe.n_experts as u64 * (moe_layers + 1)
         + HEAD_ROWS as u64 * spec.vocab_size as u64
         + plan.context as u64 * a.head_dim as u64;
     // Half as much again for int8 forms.

@@ -100,6 +100,30 @@ impl ExpertTier {
         self.absent == 0
     }
 
+    /// True if there is none.
+    pub(super) fn is_empty(&self) -> bool {
+        let experts: usize = self.layers.iter().map(|layer| layer.slot_of.len()).sum();
+        self.absent == experts
+    }
+
+    /// Bytes of a slot of the `index`-th MoE layer, if there is one.
+    pub(super) fn slot_bytes(&self, index: usize) -> Option<u64> {
+        self.layers.get(index).map(|layer| layer.slot_bytes)
+    }
+
+    /// Tells the device that every expert is somewhere, whatever lies there; or again what is true.
+    pub(super) fn pretend(&self, gpu: &Gpu, all: bool) {
+        for (index, layer) in self.layers.iter().enumerate() {
+            if all {
+                let (slots, experts) = (layer.expert_of.len() as u32, layer.slot_of.len() as u32);
+                let table: Vec<u32> = (0..experts).map(|expert| expert % slots).collect();
+                gpu.write(&layer.table, 0, bytemuck::cast_slice(&table));
+            } else {
+                self.tell(gpu, index);
+            }
+        }
+    }
+
     /// Where an expert is.
     pub(super) fn place(&self, index: usize, expert: u32) -> Option<u32> {
         let slot = self.layers[index].slot_of[expert as usize];
@@ -114,13 +138,19 @@ impl ExpertTier {
         self.meter.hits.add(1);
     }
 
+    /// Counts a use of an expert that is here, by a kernel that is done.
+    pub(super) fn used(&mut self, index: usize, slot: u32, stamp: u64) {
+        self.layers[index].policy.touch(slot, stamp);
+        self.meter.hits.add(1);
+    }
+
     /// The recorded step was submitted: its slots may be written again.
     pub(super) fn submitted(&mut self) {
         self.step += 1;
     }
 
-    /// A slot for an expert that is not here, its content given up.
-    pub(super) fn admit(&mut self, gpu: &Gpu, index: usize, expert: u32, stamp: u64) -> Admission {
+    /// A slot for an expert that is not here, its content given up. The device is told by [`Self::tell`].
+    pub(super) fn admit(&mut self, index: usize, expert: u32, stamp: u64) -> Admission {
         let step = self.step;
         let layer = &mut self.layers[index];
         debug_assert_eq!(layer.slot_of[expert as usize], ABSENT);
@@ -134,7 +164,6 @@ impl ExpertTier {
                 let old = std::mem::replace(&mut layer.expert_of[slot as usize], ABSENT);
                 layer.slot_of[old as usize] = ABSENT;
                 self.absent += 1;
-                gpu.write(&layer.table, u64::from(old) * 4, &ABSENT.to_le_bytes());
                 self.meter.evictions.add(1);
                 slot
             }
@@ -144,10 +173,16 @@ impl ExpertTier {
         layer.expert_of[slot as usize] = expert;
         layer.used_in[slot as usize] = step;
         layer.policy.insert(slot, expert, stamp);
-        gpu.write(&layer.table, u64::from(expert) * 4, &slot.to_le_bytes());
         self.meter.loads.add(1);
         self.meter.load_bytes.add(layer.slot_bytes);
         Admission::Slot(slot)
+    }
+
+    /// Tells the device where the experts of the `index`-th MoE layer are, before the next submitted step: at once, as
+    /// each write is a copy of its own there.
+    pub(super) fn tell(&self, gpu: &Gpu, index: usize) {
+        let layer = &self.layers[index];
+        gpu.write(&layer.table, 0, bytemuck::cast_slice(&layer.slot_of));
     }
 
     /// The bytes of a slot, to be written.
@@ -156,19 +191,18 @@ impl ExpertTier {
         layer.memory.part(u64::from(slot) * layer.slot_bytes, len)
     }
 
-    /// Forgets every expert.
-    pub(super) fn clear(&mut self, gpu: &Gpu) {
-        for layer in &mut self.layers {
-            for slot in 0..layer.expert_of.len() as u32 {
-                let expert = std::mem::replace(&mut layer.expert_of[slot as usize], ABSENT);
-                if expert != ABSENT {
-                    layer.policy.remove(slot);
-                    layer.slot_of[expert as usize] = ABSENT;
-                    self.absent += 1;
-                    layer.free.push(slot);
-                }
+    /// Forgets every expert of the `index`-th MoE layer.
+    pub(super) fn clear(&mut self, gpu: &Gpu, index: usize) {
+        let layer = &mut self.layers[index];
+        for slot in 0..layer.expert_of.len() as u32 {
+            let expert = std::mem::replace(&mut layer.expert_of[slot as usize], ABSENT);
+            if expert != ABSENT {
+                layer.policy.remove(slot);
+                layer.slot_of[expert as usize] = ABSENT;
+                self.absent += 1;
+                layer.free.push(slot);
             }
-            gpu.write(&layer.table, 0, &vec![0xff; layer.slot_of.len() * 4]);
         }
+        self.tell(gpu, index);
     }
 }

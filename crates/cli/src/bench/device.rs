@@ -1,0 +1,415 @@
+//! A device alone: its memory, handing work over, and the products of a token, cold.
+//!
+//! Every figure is the time of a dispatch among many of the same kind, over different weights: together they are
+//! several times what a cache holds, so weights come from memory. GB/s counts bytes of weights (of copies: read
+//! and written). Steps are handed over without waiting, so that the host records one while the device does the
+//! one before; what one step takes is subtracted from what several take, and with it the cost of handing over
+//! and waiting. Medians of seven.
+
+use std::time::Instant;
+
+use serde_json::json;
+use smoe_engine::DeviceChoice;
+use smoe_format::{Encoding, LayerTable, TensorEntry, Uniform, Zero};
+use smoe_gpu::{
+    Access, CodedMatmul, CodedPlane, Columns, DeviceKind, Down, ExpertInput, ExpertLayout, FloatMatmul,
+    GateUp, Gpu, GpuError, Hidden, Op, Quantise, Shader, Slice, Software, Step, Weights, WorkList,
+};
+
+use super::record::{Record, rounded};
+use crate::failure::Failure;
+use crate::progress;
+
+/// Bytes of the weights that dispatches take turns with.
+const COLD: u64 = 1_800_000_000;
+const RUNS: usize = 7;
+/// What the others are held against.
+const COPY: &str = "copy by a kernel";
+
+/// Times a device's kernels.
+pub fn kernels(choice: &DeviceChoice) -> Result<Record, Failure> {
+    let (name, software) = match choice {
+        DeviceChoice::Gpu(name) => (name.as_deref(), Software::Accept),
+        DeviceChoice::Cpu | DeviceChoice::Auto => (None, Software::Refuse),
+    };
+    let failed = |error: GpuError| Failure::new(error.to_string());
+    let gpu = Gpu::open(name, software).map_err(failed)?;
+    let facts = gpu.facts().clone();
+    let mut record = Record::default();
+    super::figures::machine_facts(&mut record);
+    record.set("device", facts.to_string());
+    record.set("fused_fma", gpu.fused_fma().map_err(failed)?);
+    // A program that plays a device would take hours: shapes of a hundredth show that it runs.
+    let small = facts.kind == DeviceKind::Software;
+    record.set("small", small);
+    let room = facts.memory.map_or(COLD, |bytes| bytes / 4);
+    let cold = if small { 8 << 20 } else { COLD.min(room).min(facts.max_binding) };
+    let spinner = progress::spinner("timing kernels");
+    let figures = Bench { gpu, cold, small, figures: Vec::new() }.all();
+    spinner.finish_and_clear();
+    let figures = figures.map_err(failed)?;
+    let copy = figures.iter().find(|figure| figure.what == COPY).map_or(f64::NAN, Figure::rate);
+    for figure in &figures {
+        let name = match figure.tokens {
+            0 => figure.what.clone(),
+            n => format!("{}, {n} tokens", figure.what),
+        };
+        record.set(
+            &name,
+            if figure.bytes == 0 {
+                json!({ "us": rounded(figure.us()) })
+            } else {
+                json!({
+                    "us": rounded(figure.us()),
+                    "gb_s": rounded(figure.rate() / 1e9),
+                    "of_copy": rounded(figure.rate() / copy),
+                })
+            },
+        );
+    }
+    Ok(record)
+}
+
+/// Seconds of a dispatch, and the bytes that it had to move.
+struct Figure {
+    what: String,
+    tokens: usize,
+    seconds: f64,
+    bytes: u64,
+}
+
+impl Figure {
+    fn us(&self) -> f64 {
+        self.seconds * 1e6
+    }
+
+    fn rate(&self) -> f64 {
+        self.bytes as f64 / self.seconds
+    }
+}
+
+struct Bench {
+    gpu: Gpu,
+    cold: u64,
+    small: bool,
+    figures: Vec<Figure>,
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+fn q(bits: u8) -> Encoding {
+    Encoding::Uniform(Uniform::new(bits, 64, Zero::Symmetric).expect("an encoding that there is"))
+}
+
+fn uniform(encoding: Encoding) -> Uniform {
+    let Encoding::Uniform(uniform) = encoding else { panic!("{encoding} has no codes") };
+    uniform
+}
+
+/// Random codes and scales of 1, or random small floats.
+fn tensor(encoding: Encoding, rows: usize, cols: usize) -> Vec<u8> {
+    let mut state = 1u64;
+    let mut bytes = vec![0; encoding.tensor_bytes(rows, cols).expect("a shape that fits")];
+    for eight in bytes.chunks_mut(8) {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        // The exponents of floats are cleared of their highest bit: below 2.
+        let word = if encoding.is_float() { state & 0xbfff_bfff_bfff_bfff } else { state };
+        eight.copy_from_slice(&word.to_le_bytes()[..eight.len()]);
+    }
+    if let Encoding::Uniform(uniform) = encoding {
+        for tile in bytes.chunks_exact_mut(uniform.tile_bytes()) {
+            let scales = &mut tile[uniform.code_bytes()..];
+            scales.chunks_exact_mut(2).for_each(|s| s.copy_from_slice(&0x3c00u16.to_le_bytes()));
+        }
+    }
+    bytes
+}
+
+impl Bench {
+    fn all(mut self) -> Result<Vec<Figure>, GpuError> {
+        self.host()?;
+        self.copies()?;
+        self.quantise()?;
+        let scale = if self.small { 16 } else { 1 };
+        for (name, d, ff) in [("235b", 4096, 1536), ("30b", 2048, 768)] {
+            for (tokens, shared) in [(1, false), (8, true), (8, false)] {
+                self.experts(name, (d / scale, ff / scale), tokens, shared)?;
+            }
+        }
+        for tokens in [1, 2, 4, 8] {
+            self.coded("matvec 24576 x 4096 q4", (24_576 / scale, 4096 / scale), q(4), tokens)?;
+        }
+        for tokens in [1, 8] {
+            self.coded("matvec 4096 x 4096 q4", (4096 / scale, 4096 / scale), q(4), tokens)?;
+            self.coded("head 151936 x 4096 q8", (151_936 / scale, 4096 / scale), q(8), tokens)?;
+            self.float("head 151936 x 4096 bf16", (151_936 / scale, 4096 / scale), tokens)?;
+            self.float("router 128 x 4096 bf16", (128, 4096), tokens)?;
+        }
+        Ok(self.figures)
+    }
+
+    /// Seconds of one of the dispatches that `record` records, given its number.
+    fn time(&self, record: &dyn Fn(&mut Step, usize)) -> Result<f64, GpuError> {
+        let dispatches = if self.small { 4 } else { 100 };
+        let steps = |n: usize| {
+            let start = Instant::now();
+            let mut last = None;
+            for s in 0..n {
+                let mut step = self.gpu.step();
+                (0..dispatches).for_each(|i| record(&mut step, s * dispatches + i));
+                last = Some(step.submit());
+            }
+            last.map_or(Ok(()), |last| self.gpu.wait(&last))?;
+            Ok::<_, GpuError>(start.elapsed().as_secs_f64())
+        };
+        let (one, several) = (1, 4);
+        steps(one)?;
+        let differences = (0..RUNS).map(|_| {
+            let first = steps(one)?;
+            Ok(steps(several)? - first)
+        });
+        let difference = median(differences.collect::<Result<_, GpuError>>()?);
+        Ok((difference / ((several - one) * dispatches) as f64).max(1e-9))
+    }
+
+    fn tell(&mut self, what: &str, tokens: usize, seconds: f64, bytes: u64) {
+        self.figures.push(Figure { what: what.to_owned(), tokens, seconds, bytes });
+    }
+
+    fn shader(
+        &self,
+        name: &str,
+        source: &str,
+        bindings: &[Access],
+        buffers: &[&Slice],
+    ) -> Result<Op, GpuError> {
+        let kernel = self.gpu.kernel(&Shader { name, source: source.into(), bindings })?;
+        self.gpu.bind(&kernel, buffers)
+    }
+
+    /// What it costs to hand a step over and wait for it, and to dispatch a kernel that does nothing.
+    fn host(&mut self) -> Result<(), GpuError> {
+        let word = self.gpu.buffer("word", 4)?;
+        let source = "
+            @group(0) @binding(0) var<storage, read_write> word: array<u32>;
+            @compute @workgroup_size(64)
+            fn main(@builtin(local_invocation_index) lane: u32) {
+                if (lane == 0u) { word[0] += 1u; }
+            }";
+        let op = self.shader("empty", source, &[Access::Write], &[&word])?;
+        let waits = (0..RUNS * 10).map(|_| {
+            let start = Instant::now();
+            let mut step = self.gpu.step();
+            step.run(&op, &[], [1, 1, 1]);
+            let submitted = step.submit();
+            self.gpu.wait(&submitted)?;
+            Ok(start.elapsed().as_secs_f64())
+        });
+        let wait = median(waits.collect::<Result<_, GpuError>>()?);
+        self.tell("submit and wait", 0, wait, 0);
+        let empty = self.time(&|step, _| step.run(&op, &[], [1, 1, 1]))?;
+        self.tell("empty dispatch", 0, empty, 0);
+        Ok(())
+    }
+
+    /// What the device's memory does: the ceiling.
+    fn copies(&mut self) -> Result<(), GpuError> {
+        // A workgroup copies 16 KiB; a grid is 65,535 of them.
+        let groups = (self.cold / 2 / (16 << 10)).min(65_535);
+        let bytes = groups * (16 << 10);
+        let (from, to) = (self.gpu.buffer("from", bytes)?, self.gpu.buffer("to", bytes)?);
+        let source = "
+            @group(0) @binding(0) var<storage, read> source: array<vec4<u32>>;
+            @group(0) @binding(1) var<storage, read_write> copy: array<vec4<u32>>;
+            @compute @workgroup_size(256)
+            fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
+                let i = wg.x * 1024u + lane;
+                let a = source[i];
+                let b = source[i + 256u];
+                let c = source[i + 512u];
+                let d = source[i + 768u];
+                copy[i] = a;
+                copy[i + 256u] = b;
+                copy[i + 512u] = c;
+                copy[i + 768u] = d;
+            }";
+        let op = self.shader("copy", source, &[Access::Read, Access::Write], &[&from, &to])?;
+        let kernel = self.time(&|step, _| step.run(&op, &[], [groups as u32, 1, 1]))?;
+        self.tell(COPY, 0, kernel, 2 * bytes);
+        let buffer = self.time(&|step, _| step.copy(&from, &to))?;
+        self.tell("copy by copy_buffer", 0, buffer, 2 * bytes);
+        Ok(())
+    }
+
+    fn x(&self, tokens: usize, cols: usize) -> Result<Slice, GpuError> {
+        let x: Vec<u8> = (0..tokens * cols)
+            .flat_map(|i| (((i * 7919) % 1009) as f32 / 500.0 - 1.0).to_le_bytes())
+            .collect();
+        let slice = self.gpu.buffer("x", x.len() as u64)?;
+        self.gpu.write(&slice, 0, &x);
+        Ok(slice)
+    }
+
+    fn coded_x(&self, tokens: usize, cols: usize, group: usize) -> Result<CodedPlane, GpuError> {
+        let plane = CodedPlane::new(&self.gpu, tokens, cols, group)?;
+        let quantise = Quantise::new(&self.gpu, &self.x(tokens, cols)?, &plane)?;
+        let mut step = self.gpu.step();
+        quantise.record(&mut step, tokens);
+        let submitted = step.submit();
+        self.gpu.wait(&submitted)?;
+        Ok(plane)
+    }
+
+    fn quantise(&mut self) -> Result<(), GpuError> {
+        for tokens in [1, 8] {
+            let plane = CodedPlane::new(&self.gpu, tokens, 4096, 64)?;
+            let quantise = Quantise::new(&self.gpu, &self.x(tokens, 4096)?, &plane)?;
+            let seconds = self.time(&|step, _| quantise.record(step, tokens))?;
+            self.tell("quantise 4096", tokens, seconds, (tokens * 4096 * 4) as u64);
+        }
+        Ok(())
+    }
+
+    /// Copies of a tensor that are `cold` bytes together, in one slice each.
+    fn copies_of(&self, bytes: &[u8]) -> Result<Vec<Slice>, GpuError> {
+        let first = self.gpu.buffer("weights", bytes.len() as u64)?;
+        // In pieces: what is written waits in memory of the host's until the next step.
+        for (i, piece) in bytes.chunks(64 << 20).enumerate() {
+            self.gpu.write(&first, (i * (64 << 20)) as u64, piece);
+            let submitted = self.gpu.step().submit();
+            self.gpu.wait(&submitted)?;
+        }
+        let count = (self.cold / bytes.len() as u64).max(1);
+        let mut all = vec![first];
+        for _ in 1..count {
+            let copy = self.gpu.buffer("weights", bytes.len() as u64)?;
+            let mut step = self.gpu.step();
+            step.copy(&all[0], &copy);
+            let submitted = step.submit();
+            self.gpu.wait(&submitted)?;
+            all.push(copy);
+        }
+        Ok(all)
+    }
+
+    fn coded(
+        &mut self,
+        what: &str,
+        (rows, cols): (usize, usize),
+        encoding: Encoding,
+        tokens: usize,
+    ) -> Result<(), GpuError> {
+        let bytes = tensor(encoding, rows, cols);
+        let copies = self.copies_of(&bytes)?;
+        let x = self.coded_x(tokens, cols, uniform(encoding).group())?;
+        let plane = self.gpu.buffer("out", (4 * tokens * rows) as u64)?;
+        let out = Columns::whole(plane, rows);
+        let product = |slice: &Slice| {
+            let weights = Weights::new(slice.clone(), rows, cols, encoding);
+            CodedMatmul::new(&self.gpu, &weights, &x, &out)
+        };
+        let products = copies.iter().map(product).collect::<Result<Vec<_>, _>>()?;
+        let seconds = self.time(&|step, i| products[i % products.len()].record(step, tokens))?;
+        self.tell(what, tokens, seconds, bytes.len() as u64);
+        Ok(())
+    }
+
+    fn float(&mut self, what: &str, (rows, cols): (usize, usize), tokens: usize) -> Result<(), GpuError> {
+        let bytes = tensor(Encoding::Bf16, rows, cols);
+        let copies = self.copies_of(&bytes)?;
+        let x = self.x(tokens, cols)?;
+        let plane = self.gpu.buffer("out", (4 * tokens * rows) as u64)?;
+        let out = Columns::whole(plane, rows);
+        let product = |slice: &Slice| {
+            let weights = Weights::new(slice.clone(), rows, cols, Encoding::Bf16);
+            FloatMatmul::new(&self.gpu, &weights, &x, tokens, &out)
+        };
+        let products = copies.iter().map(product).collect::<Result<Vec<_>, _>>()?;
+        let seconds = self.time(&|step, i| products[i % products.len()].record(step, tokens))?;
+        self.tell(what, tokens, seconds, bytes.len() as u64);
+        Ok(())
+    }
+
+    /// Eight experts a token: the same for all tokens, or each token its own.
+    fn experts(
+        &mut self,
+        name: &str,
+        (d, ff): (usize, usize),
+        tokens: usize,
+        shared: bool,
+    ) -> Result<(), GpuError> {
+        let top_k = 8;
+        let mut offset = 0;
+        let tensors = [(ff, d), (ff, d), (d, ff)].map(|(rows, cols)| {
+            let len = q(4).tensor_bytes(rows, cols).expect("a shape that fits");
+            let entry = TensorEntry { encoding: q(4), rows, cols, offset, len };
+            offset += len;
+            entry
+        });
+        let record = offset.next_multiple_of(16 << 10);
+        let experts = if shared { top_k } else { top_k * tokens };
+        let lists = (self.cold as usize / record / experts).max(1);
+        let table = LayerTable { layer: 0, n_experts: (lists * experts) as u32, record_len: record, tensors };
+        let layout = ExpertLayout::new(&table, record as u64);
+        let slots = self.slots(&tensors, record, lists * experts)?;
+        let x = self.coded_x(tokens, d, 64)?;
+        let planes = [&x];
+        let input = ExpertInput { coded: &planes, float: None };
+        let pairs = tokens * top_k;
+        let hidden = Hidden::new(&self.gpu, &layout, pairs)?;
+        let y = self.gpu.buffer("y", (4 * pairs * d) as u64)?;
+        let list = |l: usize| {
+            let list = WorkList::new(&self.gpu, &layout, tokens, top_k)?;
+            let of = |e: usize| -> Vec<u32> {
+                if shared { (0..tokens).map(|t| (t * top_k + e) as u32).collect() } else { vec![e as u32] }
+            };
+            let all: Vec<(u32, u32, Vec<u32>)> =
+                (0..experts).map(|e| ((l * experts + e) as u32, e as u32, of(e))).collect();
+            let entries: Vec<_> = all.iter().map(|(slot, e, pairs)| (*slot, *e, &pairs[..])).collect();
+            list.write(&self.gpu, &entries);
+            Ok(list)
+        };
+        let lists = (0..lists).map(list).collect::<Result<Vec<_>, GpuError>>()?;
+        let bytes = (experts * tensors[0].len) as u64;
+        let how = match (tokens, shared) {
+            (1, _) => "8 experts",
+            (_, true) => "8 experts, shared",
+            (_, false) => "64 experts",
+        };
+        let gate_up = |list| GateUp::new(&self.gpu, &layout, &slots, list, &input, &hidden);
+        let gate_ups = lists.iter().map(gate_up).collect::<Result<Vec<_>, _>>()?;
+        let seconds = self.time(&|step, i| gate_ups[i % gate_ups.len()].record(step, tokens))?;
+        self.tell(&format!("{name} gate and up, {how}"), tokens, seconds, 2 * bytes);
+        let down = |list| Down::new(&self.gpu, &layout, &slots, list, &hidden, &y);
+        let downs = lists.iter().map(down).collect::<Result<Vec<_>, _>>()?;
+        let seconds = self.time(&|step, i| downs[i % downs.len()].record(step, tokens))?;
+        self.tell(&format!("{name} down, {how}"), tokens, seconds, bytes);
+        Ok(())
+    }
+
+    /// Slots of one expert's weights, over and over.
+    fn slots(&self, tensors: &[TensorEntry; 3], record: usize, count: usize) -> Result<Slice, GpuError> {
+        let mut bytes = vec![0; record];
+        for t in tensors {
+            bytes[t.offset..t.offset + t.len].copy_from_slice(&tensor(t.encoding, t.rows, t.cols));
+        }
+        let slots = self.gpu.buffer("slots", (count * record) as u64)?;
+        self.gpu.write(&slots, 0, &bytes);
+        let record = record as u64;
+        let mut done = 1;
+        while done < count as u64 {
+            let next = done.min(count as u64 - done);
+            let from = self.gpu.buffer("some slots", next * record)?;
+            let mut step = self.gpu.step();
+            step.copy(&slots.part(0, next * record), &from);
+            step.copy(&from, &slots.part(done * record, next * record));
+            let submitted = step.submit();
+            self.gpu.wait(&submitted)?;
+            done += next;
+        }
+        Ok(slots)
+    }
+}

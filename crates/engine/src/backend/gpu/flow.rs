@@ -1,0 +1,309 @@
+//! Layers that are computed without the host.
+//!
+//! The routing of a layer feeds its experts' kernels on the device. Where some experts are not there, the kernel
+//! that routes sets the *halt* ([`smoe_gpu::Halt`]): what was recorded behind it leaves the hidden states, the
+//! routing weights and the layer's outputs as they are, and the experts that are there have been computed. Keys and
+//! values of layers that ran in vain are written again. So the host hands over several layers at once, reads the
+//! halt, brings what is missing and goes on from that layer's experts.
+//!
+//! While the device works, the host records the layers that come next.
+
+use std::time::Instant;
+
+use smoe_gpu::{Recorded, Submitted};
+
+use super::ops::LayerOps;
+use super::{GpuBackend, Pending};
+use crate::EngineError;
+use crate::backend::{Advanced, Row};
+use crate::forecast::at_once;
+use crate::kv::KvCache;
+use crate::routes::Routes;
+
+/// Bytes before the router logits of what the host reads: the halt.
+pub(super) const HALT_BYTES: u64 = 16;
+/// Layers that are recorded before the device gets them, if it cannot halt: it works on these while the host records
+/// the next ones (EXP-GPU-02).
+const LAYERS_AT_ONCE: usize = 6;
+
+/// What the host knows of layers on their way.
+pub(super) struct Flow {
+    /// Tokens of a step that may halt.
+    few: usize,
+    /// Place of the halt among the routing weights.
+    at: usize,
+    /// The halt may be set.
+    set: bool,
+    /// The layer whose experts are to be brought.
+    halted: Option<usize>,
+    /// Layers that are recorded and not handed over.
+    ahead: Option<Ahead>,
+    pace: Pace,
+}
+
+/// Layers that are recorded.
+struct Ahead {
+    from: usize,
+    to: usize,
+    /// None if they stand with what comes before them.
+    step: Option<Recorded>,
+    reading: Reading,
+}
+
+/// What a step copies for the host: the halt, router logits, logits.
+#[derive(Clone, Copy)]
+struct Reading {
+    /// The MoE layers.
+    first: usize,
+    end: usize,
+    /// Rows of the head.
+    rows: usize,
+}
+
+/// How many layers are handed over at once where they may halt.
+struct Pace {
+    /// Part of the MoE layers that halt, of late.
+    halting: f64,
+}
+
+impl Pace {
+    /// The cost of handing over and waiting, in layers.
+    const WAIT: f64 = 0.5;
+    /// MoE layers that are remembered, about.
+    const MEMORY: f64 = 64.0;
+
+    fn hear(&mut self, halted: bool) {
+        self.halting += (f64::from(u8::from(halted)) - self.halting) / Self::MEMORY;
+    }
+
+    /// What goes on fastest if layers halt independently.
+    fn layers(&self) -> usize {
+        at_once(1.0 - self.halting, Self::WAIT).0
+    }
+}
+
+impl Flow {
+    /// For steps of up to `few` tokens, with the halt at word `at` of the routing weights.
+    pub(super) const fn new(few: usize, at: usize) -> Self {
+        // Nothing is there at first.
+        let pace = Pace { halting: 1.0 };
+        Self { few, at, set: false, halted: None, ahead: None, pace }
+    }
+}
+
+impl GpuBackend {
+    /// Forgets layers that are on their way.
+    pub(super) fn stop_flow(&mut self) {
+        self.flow.ahead = None;
+        self.flow.halted = None;
+        self.clear_halt();
+    }
+
+    fn clear_halt(&mut self) {
+        if std::mem::take(&mut self.flow.set) {
+            self.gpu.write(&self.route_weights, 4 * self.flow.at as u64, &0f32.to_le_bytes());
+        }
+    }
+
+    /// [`crate::backend::Backend::advance`].
+    pub(super) fn flow(
+        &mut self,
+        from: usize,
+        rows: &[Row],
+        kv: &mut KvCache,
+        head: &[usize],
+    ) -> Result<Advanced, EngineError> {
+        let halts = !self.tier.holds_all();
+        if halts && self.tokens > self.flow.few {
+            return Ok(Advanced { next: from, halted: false });
+        }
+        if from == 0 {
+            self.place(rows, kv);
+        }
+        let end = self.layers.len();
+        if !halts {
+            self.flow_all(from, head)?;
+            return Ok(Advanced { next: end, halted: false });
+        }
+        let mut at = from;
+        while at < end {
+            let ahead = match self.flow.ahead.take().filter(|ahead| ahead.from == at) {
+                Some(ahead) => ahead,
+                None => self.record_ahead(at, head),
+            };
+            let Ahead { to, step, reading, .. } = ahead;
+            let Some(submitted) = self.submit_with(step) else { break };
+            if to < end && self.recorder.profile.is_none() {
+                self.flow.ahead = Some(self.record_ahead(to, head));
+            }
+            let halted = self.read_flow(&submitted, reading, head)?;
+            let routed = self.moes(at, halted.unwrap_or(to));
+            (routed.0..routed.1).for_each(|_| self.flow.pace.hear(false));
+            if let Some(layer) = halted {
+                self.flow.pace.hear(true);
+                self.flow.halted = Some(layer);
+                self.next = layer + 1;
+                return Ok(Advanced { next: layer, halted: true });
+            }
+            at = to;
+        }
+        self.next = end;
+        Ok(Advanced { next: end, halted: false })
+    }
+
+    /// The MoE layers among these, by their numbers.
+    fn moes(&self, from: usize, to: usize) -> (usize, usize) {
+        let count = |layers: usize| self.layers[..layers].iter().filter(|l| l.ops.moe().is_some()).count();
+        (count(from), count(to))
+    }
+
+    /// Records a layer, whatever the router chooses.
+    fn record_layer(&mut self, layer: usize) {
+        self.record_attention(layer);
+        let tokens = self.tokens;
+        let step = self.recorder.step();
+        match &self.layers[layer].ops {
+            LayerOps::Dense(ffn) => ffn.record(step, tokens),
+            LayerOps::Moe(moe) => {
+                moe.router.iter().for_each(|product| product.record(step, tokens));
+                moe.record_shared(step, tokens);
+                moe.route.record(step, tokens);
+                moe.own.record(step, tokens);
+            }
+        }
+        self.pending = Pending::Ffn;
+    }
+
+    /// Records layers that may halt, apart from what is recorded: they may come to nothing.
+    fn record_ahead(&mut self, from: usize, head: &[usize]) -> Ahead {
+        let to = (from + self.flow.pace.layers()).min(self.layers.len());
+        // A profiled step is handed over by itself.
+        let aside = if self.recorder.profile.is_none() { Some(self.recorder.set_aside()) } else { None };
+        (from..to).for_each(|layer| self.record_layer(layer));
+        let reading = self.record_reading(from, to, head);
+        let step = aside.and_then(|aside| self.recorder.ahead(aside));
+        Ahead { from, to, step, reading }
+    }
+
+    /// Computes everything that is left, nothing being missing, handing it over as it is recorded.
+    pub(super) fn flow_all(&mut self, from: usize, head: &[usize]) -> Result<(), EngineError> {
+        let to = self.layers.len();
+        for layer in from..to {
+            self.record_layer(layer);
+            if layer % LAYERS_AT_ONCE == LAYERS_AT_ONCE - 1 && layer + 1 < to {
+                self.submit();
+            }
+        }
+        let reading = self.record_reading(from, to, head);
+        self.next = to;
+        if let Some(submitted) = self.submit() {
+            let halted = self.read_flow(&submitted, reading, head)?;
+            debug_assert_eq!(halted, None, "every expert is there");
+            (reading.first..reading.end).for_each(|_| self.flow.pace.hear(false));
+        }
+        Ok(())
+    }
+
+    /// Records what the host will read of these layers, and the head behind the last one.
+    fn record_reading(&mut self, from: usize, to: usize, head: &[usize]) -> Reading {
+        let last = to == self.layers.len();
+        let rows = if last { head.len() } else { 0 };
+        if rows > 0 {
+            self.record_head(head);
+        }
+        let (first, end) = self.moes(from, to);
+        let halt = self.route_weights.part(4 * self.flow.at as u64, 4);
+        let per_layer = (4 * self.tokens * self.spec.moe.n_experts) as u64;
+        let routes = (end - first) as u64 * per_layer;
+        let step = self.recorder.step();
+        step.read_back(&halt, &self.readback, 0);
+        if routes > 0 {
+            step.read_back(&self.seen.part(first as u64 * per_layer, routes), &self.readback, HALT_BYTES);
+        }
+        let at = HALT_BYTES + routes;
+        if rows > 0 {
+            let len = 4 * rows * self.spec.vocab_size;
+            step.read_back(&self.ends.logits.part(0, len as u64), &self.readback, at);
+        }
+        Reading { first, end, rows }
+    }
+
+    /// Waits, and takes what the step copied: gives the layer that lacks experts.
+    fn read_flow(
+        &mut self,
+        submitted: &Submitted,
+        reading: Reading,
+        head: &[usize],
+    ) -> Result<Option<usize>, EngineError> {
+        let per_layer = self.tokens * self.spec.moe.n_experts;
+        let router = &mut self.router[reading.first * per_layer..reading.end * per_layer];
+        let logits = &mut self.logits[..reading.rows * self.spec.vocab_size];
+        let len = HALT_BYTES as usize + 4 * (router.len() + logits.len());
+        let start = Instant::now();
+        let halt = self.gpu.read_with(&self.readback, submitted, len, |bytes| {
+            let (halt, bytes) = bytes.split_at(HALT_BYTES as usize);
+            let (routes, bytes) = bytes.split_at(4 * router.len());
+            bytemuck::cast_slice_mut(router).copy_from_slice(routes);
+            bytemuck::cast_slice_mut(logits).copy_from_slice(bytes);
+            f32::from_le_bytes([halt[0], halt[1], halt[2], halt[3]])
+        })?;
+        self.meter.waits.add(1);
+        self.meter.wait_ns.add_time(start.elapsed());
+        if halt == 0.0 {
+            if reading.rows > 0 {
+                self.headed.extend_from_slice(head);
+            }
+            return Ok(None);
+        }
+        self.flow.set = true;
+        let number = halt as usize;
+        let layer = self.layers.iter().position(|l| l.ops.moe().is_some_and(|moe| moe.index + 1 == number));
+        Ok(Some(layer.expect("a halt is the number of an MoE layer")))
+    }
+
+    /// Goes on with a layer that halted, whose experts come now; false if it did not.
+    pub(super) fn resume(&mut self, layer: usize, routes: &Routes) -> bool {
+        if self.flow.halted.take() != Some(layer) {
+            return false;
+        }
+        self.clear_halt();
+        let tokens = self.tokens;
+        if let Some(moe) = self.layers[layer].ops.moe() {
+            // The layers behind it, though in vain, have had theirs.
+            moe.record_shared(self.recorder.step(), tokens);
+        }
+        self.hear(layer, routes);
+        true
+    }
+
+    /// Counts the uses of experts that are here, by kernels that are done.
+    pub(super) fn hear(&mut self, layer: usize, routes: &Routes) {
+        let Some(moe) = self.layers[layer].ops.moe() else { return };
+        for &expert in routes.union() {
+            if let Some(slot) = self.tier.place(moe.index, expert) {
+                self.tier.used(moe.index, slot, self.tokens_done + stamp(routes, expert));
+            }
+        }
+    }
+}
+
+/// The last token of a step that visits an expert, counted from 1.
+pub(super) fn stamp(routes: &Routes, expert: u32) -> u64 {
+    1 + routes.of_expert(expert).1.last().map_or(0, |&token| u64::from(token))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::forecast::MOST_LAYERS;
+
+    #[test]
+    fn the_pace_follows_what_halts() {
+        let mut pace = Pace { halting: 1.0 };
+        assert_eq!(pace.layers(), 1);
+        (0..1000).for_each(|_| pace.hear(false));
+        assert_eq!(pace.layers(), MOST_LAYERS);
+        (0..1000).for_each(|_| pace.hear(true));
+        assert_eq!(pace.layers(), 1);
+    }
+}
