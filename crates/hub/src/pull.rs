@@ -51,8 +51,8 @@ impl Watch for () {
     fn note(&self, _: &str) {}
 }
 
-/// Which hub, and how to ask it.
-#[derive(Clone, Debug)]
+/// Which hub, and how to ask it. Not shown by `{:?}`: it holds a secret.
+#[derive(Clone)]
 pub struct Options {
     /// Its address.
     pub endpoint: String,
