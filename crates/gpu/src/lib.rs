@@ -33,7 +33,7 @@ pub use error::GpuError;
 pub use experts::{Down, ExpertInput, ExpertLayout, GateUp, Hidden, WorkList};
 pub use float::FloatMatmul;
 pub use import::{Keep, Segments};
-pub use memory::{Arena, Slice};
+pub use memory::{Arena, Fork, Slice};
 pub use norm::{Delta, Embed, Halt, MixNorm, NormOutputs, Shared};
 pub use plane::CodedPlane;
 pub use quantise::Quantise;

@@ -7,6 +7,10 @@ use wgpu::WriteOnly;
 
 use crate::{Gpu, GpuError};
 
+/// Calls a function with every number below the first argument, on as many threads as it likes, and returns when all
+/// have returned.
+pub type Fork<'a> = &'a dyn Fn(usize, &(dyn Fn(usize) + Sync));
+
 /// Bytes that a thread copies at once on their way to the device.
 const PIECE: usize = 256 << 10;
 
@@ -133,12 +137,11 @@ impl Gpu {
         Ok(Slice { buffer, offset: 0, len: size })
     }
 
-    /// Writes each slice's first bytes (whole words), before the next submitted step: `fork(n, f)` calls `f(0)` to
-    /// `f(n - 1)`, each once, on as many threads as it likes, and returns when all have returned.
+    /// Writes each slice's first bytes (whole words), before the next submitted step.
     ///
     /// # Panics
     /// If bytes do not fit their slice.
-    pub fn write_all(&self, parts: &[(Slice, &[u8])], fork: &dyn Fn(usize, &(dyn Fn(usize) + Sync))) {
+    pub fn write_all(&self, parts: &[(Slice, &[u8])], fork: Fork<'_>) {
         let mut staged = Vec::with_capacity(parts.len());
         for (slice, bytes) in parts {
             let to = slice.part(0, bytes.len() as u64);
