@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use smoe_gpu::Submitted;
+use smoe_gpu::{DeviceKind, Submitted};
 
 use super::{GpuBackend, Pending};
 use crate::EngineError;
@@ -11,8 +11,12 @@ use crate::forecast::DeviceRates;
 /// Times that each is measured, the first of which is not counted.
 const TIMES: usize = 6;
 /// A device that was idle runs slowly at first: tokens are computed for so long before some are timed, at least one.
-/// On an H200 the first six took 17 ms each where later ones take 7 (EXP-GPU-02).
-const WARM_UP: Duration = Duration::from_millis(250);
+/// On an H200 tokens took 17 ms at first, 13 after 0.25 s, later 5 to 7 (EXP-GPU-04).
+const WARM_UP: Duration = Duration::from_secs(1);
+/// Experts of an upload that is timed.
+const UPLOADED: usize = 2;
+/// Bytes of memory that uploads are timed from, the first ones written long before the last.
+const COLD_BYTES: usize = 128 << 20;
 /// Position of the token that is timed.
 const POSITION: u32 = 31;
 
@@ -29,25 +33,22 @@ impl GpuBackend {
         if !self.tier.is_empty() || self.tokens > 0 {
             return Ok(None);
         }
-        let waits = (0..TIMES).map(|_| {
-            let start = Instant::now();
-            let mut step = self.gpu.step();
-            step.read_back(&self.route_weights.part(0, 4), &self.readback, 0);
-            self.gpu.read(&self.readback, &step.submit(), &mut [0; 4])?;
-            Ok(start.elapsed().as_secs_f64())
-        });
-        let wait_s = median(waits.collect::<Result<_, EngineError>>()?);
         let upload_bytes_per_s = self.time_uploads()?;
         self.tier.pretend(&self.gpu, true);
-        let token = self.time_tokens();
+        let (token, apart) = (self.time_tokens(false), self.time_tokens(true));
         self.tier.pretend(&self.gpu, false);
-        let (token_s, dispatches) = token?;
-        Ok(Some(DeviceRates { token_s, dispatches, wait_s, upload_bytes_per_s }))
+        let ((token_s, dispatches), (apart_s, _)) = (token?, apart?);
+        let wait_s = (apart_s - token_s).max(0.0) / self.layers.len() as f64;
+        let rates = DeviceRates { token_s, dispatches, wait_s, upload_bytes_per_s };
+        self.pace_by(&rates);
+        Ok(Some(rates))
     }
 
-    /// Seconds of a token, and its kernels.
-    fn time_tokens(&mut self) -> Result<(f64, u32), EngineError> {
+    /// Seconds of a token whose layers are handed over together, or one by one with a wait for each; its kernels.
+    fn time_tokens(&mut self, apart: bool) -> Result<(f64, u32), EngineError> {
         let (mut times, mut dispatches) = (Vec::with_capacity(TIMES), 0);
+        // A software device has no clock of its own, and takes its time.
+        let warm_up = if self.gpu.facts().kind == DeviceKind::Software { Duration::ZERO } else { WARM_UP };
         let began = Instant::now();
         while times.len() < TIMES {
             let start = Instant::now();
@@ -58,8 +59,8 @@ impl GpuBackend {
             for buffer in &self.rows {
                 self.gpu.write(&buffer.rows, 0, bytemuck::cast_slice(&[POSITION, 0, 0, 0]));
             }
-            self.flow_all(0, &[0])?;
-            if times.is_empty() && began.elapsed() < WARM_UP {
+            if apart { self.flow_apart(&[0])? } else { self.flow_all(0, &[0])? }
+            if times.is_empty() && began.elapsed() < warm_up {
                 continue;
             }
             times.push(start.elapsed().as_secs_f64());
@@ -70,21 +71,22 @@ impl GpuBackend {
         Ok((median(times), dispatches))
     }
 
-    /// Bytes per second of a token's experts.
+    /// Bytes per second of experts that come by [`UPLOADED`], as a layer's misses do, from memory that no cache holds.
     fn time_uploads(&mut self) -> Result<f64, EngineError> {
         let Some(len) = self.tier.slot_bytes(0) else { return Ok(f64::INFINITY) };
-        let count = self.spec.moe.top_k as u32;
-        let expert = vec![0; len as usize];
+        let upload = UPLOADED * len as usize;
+        // Not zeros: those would be one page.
+        let experts = vec![1; upload * (COLD_BYTES / upload).max(TIMES)];
         let mut times = Vec::with_capacity(TIMES);
-        for _ in 0..TIMES {
+        for experts in experts.chunks_exact(upload).take(TIMES) {
             let start = Instant::now();
-            let parts: Vec<_> =
-                (0..count).map(|slot| (self.tier.slot(0, slot, len), expert.as_slice())).collect();
+            let parts = (0..).zip(experts.chunks_exact(len as usize));
+            let parts: Vec<_> = parts.map(|(slot, bytes)| (self.tier.slot(0, slot, len), bytes)).collect();
             self.gpu.write_all(&parts, &|tasks, task| self.pool.run(tasks, task));
             let submitted: Submitted = self.gpu.step().submit();
             self.gpu.wait(&submitted)?;
             times.push(start.elapsed().as_secs_f64());
         }
-        Ok((u64::from(count) * len) as f64 / median(times))
+        Ok(upload as f64 / median(times))
     }
 }
