@@ -6,7 +6,7 @@
 use serde_json::{Map, Value};
 use smoe_format::ModelSpec;
 use smoe_format::spec::{
-    Activation, AttentionSpec, FfnKind, GroupSpec, LatentSpec, MoeSpec, RopeScaling, RopeSpec,
+    Activation, AttentionSpec, FfnKind, GroupSpec, LatentSpec, MoeSpec, Multipliers, RopeScaling, RopeSpec,
 };
 
 use crate::error::{SculptError, Warning};
@@ -47,9 +47,10 @@ pub fn spec_from_config(config: &Value) -> Result<(ModelSpec, Vec<Warning>), Scu
         } as f32,
         tied_head: keys.flag("tie_word_embeddings", false)?,
         rope: keys.rope(family, max_context, attention.head_dim)?,
-        attention: AttentionSpec { score_scale: keys.score_scale(family)?, ..attention },
+        attention: AttentionSpec { score_scale: keys.score_scale(family, attention.head_dim)?, ..attention },
         layers: keys.layers(family, n_layers)?,
         windows: keys.windows(family, n_layers)?,
+        multipliers: keys.multipliers(family)?,
         moe: keys.moe(family)?,
     };
     if keys.optional_size("num_nextn_predict_layers")?.unwrap_or(0) > 0 {
@@ -119,6 +120,19 @@ impl<'a> Keys<'a> {
         match self.get(key) {
             None => Ok(default),
             Some(value) => value.as_bool().ok_or_else(|| bad(key, Some(value), "true or false")),
+        }
+    }
+
+    /// A number, or what a silent config means.
+    fn number_or(&self, key: &str, default: f64) -> Result<f64, SculptError> {
+        self.get(key).map_or(Ok(default), |value| number(key, value))
+    }
+
+    /// As [`Self::number_or`] 1, of what must be above 0.
+    fn factor(&self, key: &str) -> Result<f64, SculptError> {
+        match self.number_or(key, 1.0)? {
+            factor if factor > 0.0 => Ok(factor),
+            _ => Err(bad(key, self.get(key), "above 0")),
         }
     }
 
@@ -209,10 +223,8 @@ impl<'a> Keys<'a> {
             activation: match family.expert {
                 Expert::SwiGlu => Activation::SwiGlu,
                 Expert::ClampedWithBiases => {
-                    let or = |key: &str, default: f64| {
-                        self.get(key).map_or(Ok(default), |value| number(key, value))
-                    };
-                    let (alpha, limit) = (or("swiglu_alpha", 1.702)?, or("swiglu_limit", 7.0)?);
+                    let alpha = self.number_or("swiglu_alpha", 1.702)?;
+                    let limit = self.number_or("swiglu_limit", 7.0)?;
                     Activation::ClampedSwiglu { alpha: alpha as f32, limit: limit as f32 }
                 }
             },
@@ -450,8 +462,24 @@ impl<'a> Keys<'a> {
         Ok((name, parameters, !old.is_empty() && !new.is_empty() && old != new))
     }
 
-    /// What YaRN makes of scores in latent attention: the square of its factor for `mscale_all_dim`.
-    fn score_scale(&self, family: &Family) -> Result<f64, SculptError> {
+    /// What the residual stream and the logits are multiplied with.
+    fn multipliers(&self, family: &Family) -> Result<Multipliers, SculptError> {
+        if !family.multipliers {
+            return Ok(Multipliers::default());
+        }
+        Ok(Multipliers {
+            embedding: self.factor("embedding_multiplier")?,
+            residual: self.factor("residual_multiplier")?,
+            logits: 1.0 / self.factor("logits_scaling")?,
+        })
+    }
+
+    /// What scores are multiplied with besides `1 / sqrt(head_dim)`: a multiplier that is there instead of it; and what
+    /// YaRN makes of scores in latent attention, the square of its factor for `mscale_all_dim`.
+    fn score_scale(&self, family: &Family, head_dim: usize) -> Result<f64, SculptError> {
+        if family.multipliers {
+            return Ok(self.factor("attention_multiplier")? * (head_dim as f64).sqrt());
+        }
         let (name, parameters, _) = self.rope_parameters()?;
         let float = |key: &str| {
             let found = parameters.get(key).filter(|value| !value.is_null());

@@ -24,6 +24,8 @@ pub(crate) struct Family {
     pub sinks: bool,
     /// `layer_types` says which layers see `sliding_window` positions only.
     pub windows: bool,
+    /// `embedding_multiplier`, `attention_multiplier`, `residual_multiplier` and `logits_scaling` count.
+    pub multipliers: bool,
     /// How router logits become weights.
     pub router: Router,
     /// The key of the number of routed experts, newest first.
@@ -172,6 +174,9 @@ const fn only(key: &'static str, is: fn(&Value) -> bool, expected: &'static str)
 fn is_false(v: &Value) -> bool {
     *v == Value::Bool(false)
 }
+fn is_zero(v: &Value) -> bool {
+    v.as_f64() == Some(0.0)
+}
 fn is_one(v: &Value) -> bool {
     v.as_f64() == Some(1.0)
 }
@@ -200,6 +205,10 @@ const COMMON: &[Only] = &[
     only("layer_types", is_full_attention, "\"full_attention\" in every layer"),
     only("partial_rotary_factor", is_one, "1 (RoPE over the whole head)"),
     only("clip_qkv", is_never, "null (no clipping)"),
+    only("embedding_multiplier", is_one, "1"),
+    only("attention_multiplier", is_never, "missing"),
+    only("residual_multiplier", is_one, "1"),
+    only("logits_scaling", is_one, "1"),
 ];
 
 /// Where a checkpoint has a matrix.
@@ -220,6 +229,9 @@ impl Family {
             "attention_bias" => matches!(self.bias, Bias::Qkv(own, _) | Bias::All(own, _) if own == key),
             "partial_rotary_factor" => matches!(self.rotary, Rotary::Partial(_)),
             "layer_types" => self.windows,
+            "embedding_multiplier" | "attention_multiplier" | "residual_multiplier" | "logits_scaling" => {
+                self.multipliers
+            }
             _ => false,
         };
         COMMON.iter().filter(move |only| !own(only.key)).chain(self.only)
@@ -290,6 +302,7 @@ const LLAMA: Family = Family {
     latent: false,
     sinks: false,
     windows: false,
+    multipliers: false,
     router: Router {
         kind: RouterKind::Softmax,
         bias: false,
@@ -322,6 +335,9 @@ const SIGMOID: Router = Router {
     scale: true,
 };
 
+/// Mixtral's names, which others took over.
+const MIXTRAL_EXPERTS: Experts = Experts { folder: "block_sparse_moe.experts", names: ["w1", "w3", "w2"] };
+
 /// The families that this build knows.
 pub(crate) static FAMILIES: &[Family] = &[
     // Reference: `Qwen3MoeForCausalLM` of transformers, as of all below of which nothing else is said.
@@ -353,7 +369,7 @@ pub(crate) static FAMILIES: &[Family] = &[
         defaults: Defaults { eps: 1e-5, theta: 1e6 },
         only: &[only("sliding_window", is_never, "null (no sliding window)")],
         parts: &[(LayerPart::Router, "block_sparse_moe.gate.weight")],
-        experts: Experts { folder: "block_sparse_moe.experts", names: ["w1", "w3", "w2"] },
+        experts: MIXTRAL_EXPERTS,
         ..LLAMA
     },
     Family {
@@ -440,6 +456,22 @@ pub(crate) static FAMILIES: &[Family] = &[
             only("scoring_func", |v| v == "sigmoid", "\"sigmoid\""),
             only("topk_method", |v| v == "noaux_tc", "\"noaux_tc\""),
         ],
+        ..LLAMA
+    },
+    // As in GPT-OSS, softmax is over the chosen logits. Experts are stacked, two tensors a layer.
+    Family {
+        model_type: "granitemoe",
+        bias: Bias::All("attention_bias", false),
+        multipliers: true,
+        router: Router { norm: Norm::Always, ..LLAMA.router },
+        d_expert: "intermediate_size",
+        kv_heads_optional: true,
+        only: &[
+            only("position_embedding_type", |v| v == "rope", "\"rope\""),
+            only("shared_intermediate_size", is_zero, "0 (no shared expert)"),
+        ],
+        parts: &[(LayerPart::Router, "block_sparse_moe.router.layer.weight")],
+        experts: MIXTRAL_EXPERTS,
         ..LLAMA
     },
 ];

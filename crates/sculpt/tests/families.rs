@@ -3,9 +3,9 @@
 
 use serde_json::{Value, json};
 use smoe_format::ModelSpec;
-use smoe_format::spec::{FfnKind, GroupScore, GroupSpec};
+use smoe_format::spec::{FfnKind, GroupScore, GroupSpec, Multipliers};
 use smoe_sculpt::{SculptError, Warning, spec_from_config};
-use smoe_testkit::{fixtures, shared_path};
+use smoe_testkit::fixtures;
 
 /// A config with what every family asks for.
 fn config(family: &str, own: Value) -> Value {
@@ -52,6 +52,14 @@ fn gpt_oss() -> Value {
     config("gpt_oss", own)
 }
 
+fn granitemoe() -> Value {
+    let own = json!({
+        "num_local_experts": 8, "embedding_multiplier": 12.0, "attention_multiplier": 0.0625,
+        "residual_multiplier": 0.22, "logits_scaling": 6, "attention_bias": false,
+    });
+    config("granitemoe", own)
+}
+
 fn deepseek(family: &str) -> Value {
     let own = json!({
         "num_key_value_heads": 4, "n_routed_experts": 8, "moe_intermediate_size": 32, "n_shared_experts": 2,
@@ -81,9 +89,10 @@ fn configs_of_the_fixtures_mean_the_models_written_out_by_hand() {
         ("gpt_oss", fixtures::gpt_oss()),
         ("deepseek_v2", fixtures::deepseek_v2()),
         ("deepseek_v3", fixtures::deepseek_v3()),
+        ("granitemoe", fixtures::granitemoe()),
     ] {
-        let Some(path) = shared_path(&format!("fixtures/{family}/config.json")) else { return };
-        let config = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+        let Some(dir) = fixtures::fixture(family) else { continue };
+        let config = serde_json::from_slice(&std::fs::read(dir.join("config.json")).unwrap()).unwrap();
         assert_eq!(read(&config).0, expected, "{family}");
     }
 }
@@ -95,6 +104,8 @@ fn what_a_family_cannot_compute_is_refused_by_key() {
         (mixtral(), "sliding_window", json!(4096)),
         (mixtral(), "attention_bias", json!(true)),
         (mixtral(), "num_local_experts", Value::Null),
+        (mixtral(), "residual_multiplier", json!(0.5)),
+        (mixtral(), "attention_multiplier", json!(0.5)),
         (olmoe(), "clip_qkv", json!(8.0)),
         (olmoe(), "attention_bias", json!(true)),
         (qwen2_moe(), "shared_expert_intermediate_size", Value::Null),
@@ -123,6 +134,11 @@ fn what_a_family_cannot_compute_is_refused_by_key() {
         (v3.clone(), "moe_layer_freq", json!(2)),
         (v3.clone(), "rope_interleave", json!(1)),
         (v3, "v_head_dim", Value::Null),
+        (granitemoe(), "residual_multiplier", json!(0.0)),
+        (granitemoe(), "attention_multiplier", json!(-1.0)),
+        (granitemoe(), "logits_scaling", json!("6")),
+        (granitemoe(), "position_embedding_type", json!("nope")),
+        (granitemoe(), "shared_intermediate_size", json!(32)),
     ] {
         read(&config);
         let mut config = config;
@@ -170,6 +186,15 @@ fn keys_that_are_silent_mean_what_the_reference_takes() {
     let full = json!(["full_attention", "full_attention", "full_attention"]);
     assert!(with(gpt_oss(), "layer_types", full).0.windows.is_empty());
     assert_eq!(read(&gpt_oss()).0.windows, [128, 0, 128]);
+}
+
+#[test]
+fn multipliers_are_those_of_the_config() {
+    let spec = read(&granitemoe()).0;
+    assert_eq!(spec.multipliers, Multipliers { embedding: 12.0, residual: 0.22, logits: 1.0 / 6.0 });
+    // 0.0625 is there instead of 1/4.
+    assert_eq!(spec.attention.score_scale, 0.25);
+    assert_eq!(read(&config("granitemoe", json!({ "num_local_experts": 8 }))).0.attention.score_scale, 4.0);
 }
 
 #[test]

@@ -399,7 +399,7 @@ mod tests {
         let mut all = Vec::new();
         for name in ["qwen2", "llama-bpe", "gpt-2", "deepseek-llm", "deepseek-coder", "llama-spm"] {
             let path = dir.join(format!("ggml-vocab-{name}.gguf"));
-            let (_, metadata, _) = super::super::read(&path, 0).expect("a GGUF file");
+            let (_, metadata, _) = super::super::read(&path, 0, &crate::OnDisk).expect("a GGUF file");
             let begin = metadata.unsigned("tokenizer.ggml.bos_token_id").expect("a number");
             let vocabulary = Vocabulary::find(&metadata).expect("read").expect("there");
             let json = vocabulary.tokenizer(begin).expect("a known pre-tokenizer").to_string();
