@@ -246,6 +246,9 @@ pub struct MoeSpec {
     pub router: RouterKind,
     /// Chosen scores are divided by their sum.
     pub norm_topk: bool,
+    /// That divisor is no less than this.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub norm_min: f64,
     /// Width of the shared expert that every token visits; 0 if there is none.
     pub d_shared: usize,
     /// The router's logits have a bias.
@@ -279,6 +282,7 @@ impl Default for MoeSpec {
             d_expert: 0,
             router: RouterKind::Softmax,
             norm_topk: false,
+            norm_min: 0.0,
             d_shared: 0,
             router_bias: false,
             correction_bias: false,
@@ -434,14 +438,14 @@ impl ModelSpec {
                 return fail(format!("top_k {top_k} of {experts} experts in {top} of {n} groups"));
             }
         }
-        if self.moe.correction_bias && self.moe.router != RouterKind::Sigmoid {
-            return fail("corrections need scores that are sigmoids".to_owned());
-        }
         if self.moe.shared_gate && self.moe.d_shared == 0 {
             return fail("a gate of a shared expert that there is not".to_owned());
         }
         if !positive(self.moe.routed_scale) || !positive(a.score_scale) {
             return fail("routed_scale and score_scale must be positive".to_owned());
+        }
+        if !(0.0..=1.0).contains(&self.moe.norm_min) {
+            return fail(format!("norm_min is {}, it must be 0 to 1", self.moe.norm_min));
         }
         let Multipliers { embedding, residual, logits } = self.multipliers;
         if ![embedding, residual, logits].into_iter().all(positive) {

@@ -45,7 +45,7 @@ pub fn spec_from_config(config: &Value) -> Result<(ModelSpec, Vec<Warning>), Scu
             None => keys.default("rms_norm_eps", family.defaults.eps),
             Some(value) => number("rms_norm_eps", value)?,
         } as f32,
-        tied_head: keys.flag("tie_word_embeddings", false)?,
+        tied_head: keys.flag("tie_word_embeddings", family.defaults.tied)?,
         rope: keys.rope(family, max_context, attention.head_dim)?,
         attention: AttentionSpec { score_scale: keys.score_scale(family, attention.head_dim)?, ..attention },
         layers: keys.layers(family, n_layers)?,
@@ -196,7 +196,7 @@ impl<'a> Keys<'a> {
         let router = &family.router;
         Ok(MoeSpec {
             n_experts,
-            top_k: self.size("num_experts_per_tok")?,
+            top_k: self.size(family.top_k)?,
             d_expert,
             router: router.kind,
             norm_topk: match (router.norm, self.get("norm_topk_prob")) {
@@ -204,6 +204,10 @@ impl<'a> Keys<'a> {
                 (Norm::Never, _) => false,
                 (Norm::Key(default), None) => self.default("norm_topk_prob", default),
                 (Norm::Key(default), Some(_)) => self.flag("norm_topk_prob", default)?,
+            },
+            norm_min: match router.norm_min {
+                None => 0.0,
+                Some((key, default)) => self.number_or(key, default)?,
             },
             d_shared: match family.shared {
                 Shared::None => 0,
@@ -298,6 +302,22 @@ impl<'a> Keys<'a> {
             Dense::FirstK => {
                 let first = self.optional_size("first_k_dense_replace")?.unwrap_or(0);
                 (0..n_layers).map(|layer| layer < first).collect()
+            }
+            Dense::Outside => {
+                let first = self.optional_size("moe_layer_start_index")?.unwrap_or(1);
+                let last = match self.get("moe_layer_end_index") {
+                    Some(value) if value.as_i64() == Some(-1) => None,
+                    _ => self.optional_size("moe_layer_end_index")?,
+                };
+                let interval = self.optional_size("moe_layer_interval")?.unwrap_or(1);
+                if interval == 0 {
+                    return Err(bad("moe_layer_interval", self.get("moe_layer_interval"), "above 0"));
+                }
+                let is_moe = |layer: usize| {
+                    (layer + 1).is_multiple_of(interval)
+                        && (first..=last.unwrap_or(usize::MAX)).contains(&layer)
+                };
+                (0..n_layers).map(|layer| !is_moe(layer)).collect()
             }
             Dense::SparseStep => {
                 let step = self.optional_size("decoder_sparse_step")?.unwrap_or(1);

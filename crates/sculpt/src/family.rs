@@ -30,6 +30,8 @@ pub(crate) struct Family {
     pub router: Router,
     /// The key of the number of routed experts, newest first.
     pub n_experts: &'static [&'static str],
+    /// The key of the number of experts that a token visits.
+    pub top_k: &'static str,
     /// The key of a routed expert's width.
     pub d_expert: &'static str,
     /// What stands in a routed expert, and its biases.
@@ -86,6 +88,8 @@ pub(crate) struct Router {
     pub correction: bool,
     /// Chosen scores are divided by their sum: always, never, or as `norm_topk_prob` says, with this default.
     pub norm: Norm,
+    /// The key of the least that this sum may be, and its default.
+    pub norm_min: Option<(&'static str, f64)>,
     /// `n_group` and `topk_group`, and what groups are ranked by.
     pub groups: Option<GroupScore>,
     /// `routed_scaling_factor` counts.
@@ -128,6 +132,9 @@ pub(crate) enum Dense {
     SparseStep,
     /// The first `first_k_dense_replace` layers.
     FirstK,
+    /// Those outside of `moe_layer_start_index` to `moe_layer_end_index`, and inside all but each
+    /// `moe_layer_interval`-th of the model.
+    Outside,
 }
 
 /// How elements of a head are rotated.
@@ -148,6 +155,8 @@ pub(crate) enum Rotary {
 pub(crate) struct Defaults {
     pub eps: f64,
     pub theta: f64,
+    /// The head is the embedding.
+    pub tied: bool,
 }
 
 /// The names of routed experts' matrices.
@@ -171,6 +180,9 @@ const fn only(key: &'static str, is: fn(&Value) -> bool, expected: &'static str)
     Only { key, is, expected }
 }
 
+fn is_true(v: &Value) -> bool {
+    *v == Value::Bool(true)
+}
 fn is_false(v: &Value) -> bool {
     *v == Value::Bool(false)
 }
@@ -308,10 +320,12 @@ const LLAMA: Family = Family {
         bias: false,
         correction: false,
         norm: Norm::Key(false),
+        norm_min: None,
         groups: None,
         scale: false,
     },
     n_experts: &["num_local_experts", "num_experts"],
+    top_k: "num_experts_per_tok",
     d_expert: "moe_intermediate_size",
     expert: Expert::SwiGlu,
     shared: Shared::None,
@@ -319,7 +333,7 @@ const LLAMA: Family = Family {
     rope: &["linear", "yarn"],
     rotary: Rotary::Halves,
     kv_heads_optional: false,
-    defaults: Defaults { eps: 1e-6, theta: 10_000.0 },
+    defaults: Defaults { eps: 1e-6, theta: 10_000.0, tied: false },
     only: &[],
     parts: &[],
     experts: Experts { folder: "mlp.experts", names: ["gate_proj", "up_proj", "down_proj"] },
@@ -331,6 +345,7 @@ const SIGMOID: Router = Router {
     bias: false,
     correction: true,
     norm: Norm::Key(true),
+    norm_min: None,
     groups: Some(GroupScore::BestTwo),
     scale: true,
 };
@@ -366,7 +381,7 @@ pub(crate) static FAMILIES: &[Family] = &[
         model_type: "mixtral",
         router: Router { norm: Norm::Always, ..LLAMA.router },
         d_expert: "intermediate_size",
-        defaults: Defaults { eps: 1e-5, theta: 1e6 },
+        defaults: Defaults { eps: 1e-5, theta: 1e6, ..LLAMA.defaults },
         only: &[only("sliding_window", is_never, "null (no sliding window)")],
         parts: &[(LayerPart::Router, "block_sparse_moe.gate.weight")],
         experts: MIXTRAL_EXPERTS,
@@ -414,7 +429,7 @@ pub(crate) static FAMILIES: &[Family] = &[
         d_expert: "intermediate_size",
         expert: Expert::ClampedWithBiases,
         rope: &["yarn"],
-        defaults: Defaults { eps: 1e-5, theta: 150_000.0 },
+        defaults: Defaults { eps: 1e-5, theta: 150_000.0, ..LLAMA.defaults },
         parts: &[(LayerPart::Router, "mlp.router.weight"), (LayerPart::RouterBias, "mlp.router.bias")],
         ..LLAMA
     },
@@ -472,6 +487,28 @@ pub(crate) static FAMILIES: &[Family] = &[
         ],
         parts: &[(LayerPart::Router, "block_sparse_moe.router.layer.weight")],
         experts: MIXTRAL_EXPERTS,
+        ..LLAMA
+    },
+    Family {
+        model_type: "ernie4_5_moe",
+        router: Router {
+            correction: true,
+            norm: Norm::Always,
+            norm_min: Some(("moe_norm_min", 1e-12)),
+            ..LLAMA.router
+        },
+        n_experts: &["moe_num_experts"],
+        top_k: "moe_k",
+        shared: Shared::Count("moe_num_shared_experts"),
+        dense: Dense::Outside,
+        rotary: Rotary::Neighbours,
+        defaults: Defaults { eps: 1e-5, theta: 500_000.0, tied: true },
+        only: &[
+            only("use_bias", is_false, "false (no biases)"),
+            only("moe_gate", |v| v == "topk", "\"topk\""),
+            only("moe_use_aux_free", is_true, "true (experts chosen with corrections)"),
+        ],
+        parts: &[(LayerPart::Correction, "mlp.moe_statics.e_score_correction_bias")],
         ..LLAMA
     },
 ];

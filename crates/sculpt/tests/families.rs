@@ -60,6 +60,16 @@ fn granitemoe() -> Value {
     config("granitemoe", own)
 }
 
+fn ernie4_5_moe() -> Value {
+    let own = json!({
+        "moe_num_experts": 8, "moe_k": 2, "num_experts_per_tok": null, "moe_intermediate_size": 32,
+        "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": 28,
+        "moe_layer_interval": 1, "moe_gate": "topk", "moe_use_aux_free": true, "moe_capacity": [8, 8, 8],
+        "use_bias": false,
+    });
+    config("ernie4_5_moe", own)
+}
+
 fn deepseek(family: &str) -> Value {
     let own = json!({
         "num_key_value_heads": 4, "n_routed_experts": 8, "moe_intermediate_size": 32, "n_shared_experts": 2,
@@ -90,6 +100,7 @@ fn configs_of_the_fixtures_mean_the_models_written_out_by_hand() {
         ("deepseek_v2", fixtures::deepseek_v2()),
         ("deepseek_v3", fixtures::deepseek_v3()),
         ("granitemoe", fixtures::granitemoe()),
+        ("ernie4_5_moe", fixtures::ernie4_5_moe()),
     ] {
         let Some(dir) = fixtures::fixture(family) else { continue };
         let config = serde_json::from_slice(&std::fs::read(dir.join("config.json")).unwrap()).unwrap();
@@ -139,6 +150,13 @@ fn what_a_family_cannot_compute_is_refused_by_key() {
         (granitemoe(), "logits_scaling", json!("6")),
         (granitemoe(), "position_embedding_type", json!("nope")),
         (granitemoe(), "shared_intermediate_size", json!(32)),
+        (ernie4_5_moe(), "use_bias", json!(true)),
+        (ernie4_5_moe(), "moe_k", Value::Null),
+        (ernie4_5_moe(), "moe_gate", json!("top2")),
+        (ernie4_5_moe(), "moe_use_aux_free", json!(false)),
+        (ernie4_5_moe(), "moe_layer_interval", json!(0)),
+        (ernie4_5_moe(), "moe_layer_start_index", json!([1, 2])),
+        (ernie4_5_moe(), "moe_norm_min", json!("small")),
     ] {
         read(&config);
         let mut config = config;
@@ -195,6 +213,28 @@ fn multipliers_are_those_of_the_config() {
     // 0.0625 is there instead of 1/4.
     assert_eq!(spec.attention.score_scale, 0.25);
     assert_eq!(read(&config("granitemoe", json!({ "num_local_experts": 8 }))).0.attention.score_scale, 4.0);
+}
+
+#[test]
+fn ernies_layers_have_experts_from_start_to_end_at_intervals() {
+    let (moe, dense) = (FfnKind::Moe, FfnKind::Dense(96));
+    let layers = |changes: Value| {
+        let mut config = ernie4_5_moe();
+        config["num_hidden_layers"] = json!(6);
+        config.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
+        read(&config).0.layers
+    };
+    assert_eq!(layers(json!({})), [dense, moe, moe, moe, moe, moe]);
+    assert_eq!(layers(json!({ "moe_layer_end_index": -1 })), [dense, moe, moe, moe, moe, moe]);
+    assert_eq!(layers(json!({ "moe_layer_end_index": 3 })), [dense, moe, moe, moe, dense, dense]);
+    let every_other = json!({ "moe_layer_interval": 2, "moe_layer_start_index": 2 });
+    assert_eq!(layers(every_other), [dense, dense, dense, moe, dense, moe]);
+    assert_eq!(layers(json!({ "moe_layer_start_index": null }))[..2], [dense, moe]);
+    let spec = read(&ernie4_5_moe()).0;
+    assert_eq!((spec.moe.norm_min, spec.moe.d_shared, spec.moe.top_k), (1e-12, 64, 2));
+    let mut silent = ernie4_5_moe();
+    silent["tie_word_embeddings"] = Value::Null;
+    assert!(read(&silent).0.tied_head, "the reference's default");
 }
 
 #[test]

@@ -21,10 +21,10 @@ pub fn shared() -> Option<PathBuf> {
 }
 
 /// The fixtures that are in the repository.
-pub const OWN: [&str; 1] = ["granitemoe"];
+pub const OWN: [&str; 2] = ["granitemoe", "ernie4_5_moe"];
 
 /// The families that have a checkpoint with goldens: a fixture.
-pub const FAMILIES: [&str; 11] = [
+pub const FAMILIES: [&str; 12] = [
     "qwen3_moe",
     "qwen3_moe_tied",
     "deepseek",
@@ -36,6 +36,7 @@ pub const FAMILIES: [&str; 11] = [
     "deepseek_v2",
     "deepseek_v3",
     "granitemoe",
+    "ernie4_5_moe",
 ];
 
 /// The folder of a family's fixture; `None`, said aloud, if it is absent.
@@ -255,6 +256,21 @@ pub fn granitemoe() -> ModelSpec {
     }
 }
 
+/// `fixtures/ernie4_5_moe`: softmax with corrections and a least divisor, neighbours rotated, a dense first layer, a
+/// shared expert of two widths.
+#[must_use]
+pub fn ernie4_5_moe() -> ModelSpec {
+    let base = own(qwen3_moe());
+    ModelSpec {
+        model_type: "ernie4_5_moe".to_owned(),
+        tied_head: true,
+        rope: RopeSpec { theta: 5e5, interleaved: true, ..base.rope },
+        layers: vec![FfnKind::Dense(96), FfnKind::Moe, FfnKind::Moe],
+        moe: MoeSpec { correction_bias: true, norm_min: 1e-12, d_shared: 64, ..base.moe },
+        ..base
+    }
+}
+
 /// The sizes of the fixtures in the repository.
 fn own(base: ModelSpec) -> ModelSpec {
     ModelSpec {
@@ -307,7 +323,8 @@ mod tests {
     #[test]
     fn the_specs_are_valid() {
         let new = [mixtral, olmoe, qwen2_moe, glm4_moe, gpt_oss, deepseek_v2, deepseek_v3].map(|spec| spec());
-        let new = new.into_iter().chain([granitemoe()]);
+        let own = [granitemoe, ernie4_5_moe].map(|spec| spec());
+        let new = new.into_iter().chain(own);
         for spec in [qwen3_moe(), qwen3_moe_tied(), deepseek(), demo_model()].into_iter().chain(new) {
             spec.validate().expect("valid");
         }

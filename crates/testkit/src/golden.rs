@@ -87,8 +87,8 @@ impl Golden {
 fn corrections(dir: &Path) -> Vec<Vec<f64>> {
     let weights = Tensors::open(&[dir.join("model.safetensors")]);
     let layer = |name: &str| {
-        let layer = name.strip_suffix(".mlp.gate.e_score_correction_bias")?.rsplit('.').next()?;
-        layer.parse::<usize>().ok()
+        let module = name.strip_suffix(".e_score_correction_bias")?;
+        module.strip_prefix("model.layers.")?.split('.').next()?.parse::<usize>().ok()
     };
     let mut found: Vec<(usize, &str)> =
         weights.names().filter_map(|name| layer(name).map(|layer| (layer, name))).collect();

@@ -309,7 +309,11 @@ pub fn route(spec: &ModelSpec, logits: &[f64], correction: Option<&[f64]>) -> (V
         RouterKind::Sigmoid => logits.iter().map(|&l| sigmoid(l)).collect(),
     };
     let (chosen, _) = choose(spec, logits, correction);
-    let total: f64 = if spec.moe.norm_topk { chosen.iter().map(|&e| scores[e as usize]).sum() } else { 1.0 };
+    let total: f64 = if spec.moe.norm_topk {
+        chosen.iter().map(|&e| scores[e as usize]).sum::<f64>().max(spec.moe.norm_min)
+    } else {
+        1.0
+    };
     let mut dense = vec![0.0; logits.len()];
     for &expert in &chosen {
         dense[expert as usize] = scores[expert as usize] / total * spec.moe.routed_scale;
@@ -318,14 +322,16 @@ pub fn route(spec: &ModelSpec, logits: &[f64], correction: Option<&[f64]>) -> (V
 }
 
 /// The experts that are chosen, ascending, and by how much: the least lead, of a chosen expert over the others or of a
-/// chosen group over the others. By logits, or by sigmoids if there are corrections.
+/// chosen group over the others. By scores; by logits, which are in the same order, if shares have
+/// no corrections.
 #[must_use]
 pub fn choose(spec: &ModelSpec, logits: &[f64], correction: Option<&[f64]>) -> (Vec<u32>, f64) {
     let lead = |values: &[f64], order: &[usize], k: usize| {
         order.get(k).map_or(f64::INFINITY, |&next| values[order[k - 1]] - values[next])
     };
     let mut ranked = match spec.moe.router {
-        RouterKind::Softmax => logits.to_vec(),
+        RouterKind::Softmax if correction.is_none() => logits.to_vec(),
+        RouterKind::Softmax => softmax(logits),
         RouterKind::Sigmoid => logits.iter().map(|&l| sigmoid(l)).collect(),
     };
     plus(&mut ranked, correction);

@@ -160,6 +160,7 @@ impl TinyModel {
             Self::deepseek_v2,
             Self::deepseek_v3,
             Self::granite,
+            Self::ernie,
         ];
         Self::all(seed).into_iter().chain(new.map(|model| model(seed))).collect()
     }
@@ -253,6 +254,17 @@ impl TinyModel {
         spec.model_type = "granitemoe".to_owned();
         spec.attention = AttentionSpec { qk_norm: false, score_scale: 1.5, ..spec.attention };
         spec.multipliers = Multipliers { embedding: 3.0, residual: 0.75, logits: 0.8 };
+        Self::new(spec, seed)
+    }
+
+    /// Softmax with corrections and a least divisor, neighbours rotated.
+    #[must_use]
+    pub fn ernie(seed: u64) -> Self {
+        let mut spec = Self::deepseek(seed).spec;
+        spec.model_type = "ernie4_5_moe".to_owned();
+        spec.rope = RopeSpec { theta: 1e4, interleaved: true, ..Default::default() };
+        // Some tokens' shares are below it.
+        spec.moe = MoeSpec { norm_topk: true, norm_min: 0.7, correction_bias: true, ..spec.moe };
         Self::new(spec, seed)
     }
 

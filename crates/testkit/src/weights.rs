@@ -190,6 +190,9 @@ impl Weights for CheckpointWeights {
         let named = |name: &str| format!("model.layers.{layer}.{name}");
         match (self.family(), part) {
             ("mixtral", P::Router) => widen(self.tensors.values(&named("block_sparse_moe.gate.weight"))),
+            ("ernie4_5_moe", P::Correction) => {
+                widen(self.tensors.values(&named("mlp.moe_statics.e_score_correction_bias")))
+            }
             ("granitemoe", P::Router) => {
                 widen(self.tensors.values(&named("block_sparse_moe.router.layer.weight")))
             }

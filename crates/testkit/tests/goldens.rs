@@ -86,13 +86,18 @@ fn granitemoe() {
     meets("granitemoe", &fixtures::granitemoe());
 }
 
+#[test]
+fn ernie4_5_moe() {
+    meets("ernie4_5_moe", &fixtures::ernie4_5_moe());
+}
+
 /// The goldens tell right from nearly right: each slip moves the reference off them, and all but the epsilon
 /// (6e-4 on these weights) by more than the engine's tolerance.
 #[test]
 fn slips_of_the_spec_do_not_pass() {
     use smoe_format::spec::{Activation, GroupScore, GroupSpec, RopeScaling, RouterKind};
     type Slip = (&'static str, fn(&mut ModelSpec));
-    let slips: [(&str, ModelSpec, &[Slip]); 10] = [
+    let slips: [(&str, ModelSpec, &[Slip]); 11] = [
         (
             "qwen3_moe",
             fixtures::qwen3_moe(),
@@ -193,6 +198,17 @@ fn slips_of_the_spec_do_not_pass() {
                 ("logits as they are", |s| s.multipliers.logits = 1.0),
                 ("scores by the root of a head's width", |s| s.attention.score_scale = 1.0),
                 ("top-k not normalised", |s| s.moe.norm_topk = false),
+            ],
+        ),
+        (
+            "ernie4_5_moe",
+            fixtures::ernie4_5_moe(),
+            &[
+                ("no corrections", |s| s.moe.correction_bias = false),
+                ("top-k not normalised", |s| s.moe.norm_topk = false),
+                ("a larger least divisor", |s| s.moe.norm_min = 1.0),
+                ("halves rotated", |s| s.rope.interleaved = false),
+                ("no shared expert", |s| s.moe.d_shared = 0),
             ],
         ),
     ];
