@@ -53,8 +53,10 @@ pub fn spec_from_config(config: &Value) -> Result<(ModelSpec, Vec<Warning>), Scu
         multipliers: keys.multipliers(family)?,
         moe: keys.moe(family)?,
     };
-    if keys.optional_size("num_nextn_predict_layers")?.unwrap_or(0) > 0 {
-        keys.warnings.push(Warning::Ignored { what: "num_nextn_predict_layers" });
+    for what in ["num_nextn_predict_layers", "num_mtp_modules"] {
+        if keys.optional_size(what)?.unwrap_or(0) > 0 {
+            keys.warnings.push(Warning::Ignored { what });
+        }
     }
     spec.validate()?;
     Ok((spec, keys.warnings))
@@ -391,11 +393,26 @@ impl<'a> Keys<'a> {
                 }
                 Some(dim).filter(|&dim| dim != head_dim)
             }
+            (Rotary::Width(key), (inner, outer)) => {
+                let of_factor = inner.or(outer).map(|factor| (head_dim as f64 * factor) as usize);
+                match (self.optional_size(key)?, of_factor) {
+                    (Some(width), Some(other)) if width != other => {
+                        return Err(bad(key, self.get(key), format!("{other}, as `{partial}` says")));
+                    }
+                    (width, other) => match width.or(other) {
+                        Some(n) if n == 0 || n > head_dim => {
+                            let found = self.get(key).or(get(partial)).or(self.get(partial));
+                            return Err(bad(key, found, format!("up to {head_dim}, a head's width")));
+                        }
+                        dim => dim.filter(|&dim| dim != head_dim),
+                    },
+                }
+            }
             (_, (Some(factor), _)) if factor != 1.0 => return Err(bad(&path(partial), get(partial), "1")),
             _ => None,
         };
         let interleaved = match family.rotary {
-            Rotary::Halves | Rotary::Partial(_) => false,
+            Rotary::Halves | Rotary::Partial(_) | Rotary::Width(_) => false,
             Rotary::Neighbours => true,
             Rotary::NeighboursByKey => self.flag("rope_interleave", true)?,
         };

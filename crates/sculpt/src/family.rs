@@ -144,6 +144,8 @@ pub(crate) enum Rotary {
     Halves,
     /// The first `partial_rotary_factor` of them, with this default.
     Partial(f64),
+    /// As many of the first as this key says; where it is silent, as `partial_rotary_factor` does, or all.
+    Width(&'static str),
     /// Neighbours.
     Neighbours,
     /// Neighbours, unless `rope_interleave` is false.
@@ -207,6 +209,12 @@ fn is_full_attention(v: &Value) -> bool {
 fn is_softmax(v: &Value) -> bool {
     v == "softmax"
 }
+fn is_sigmoid(v: &Value) -> bool {
+    v == "sigmoid"
+}
+fn are_ones(v: &Value) -> bool {
+    v.as_array().is_some_and(|layers| layers.iter().all(is_one))
+}
 
 /// What holds for every family that does not read the key itself.
 const COMMON: &[Only] = &[
@@ -239,7 +247,7 @@ impl Family {
     pub fn conditions(&self) -> impl Iterator<Item = &'static Only> {
         let own = |key: &str| match key {
             "attention_bias" => matches!(self.bias, Bias::Qkv(own, _) | Bias::All(own, _) if own == key),
-            "partial_rotary_factor" => matches!(self.rotary, Rotary::Partial(_)),
+            "partial_rotary_factor" => matches!(self.rotary, Rotary::Partial(_) | Rotary::Width(_)),
             "layer_types" => self.windows,
             "embedding_multiplier" | "attention_multiplier" | "residual_multiplier" | "logits_scaling" => {
                 self.multipliers
@@ -468,7 +476,7 @@ pub(crate) static FAMILIES: &[Family] = &[
         kv_heads_optional: true,
         only: &[
             only("moe_layer_freq", is_one, "1"),
-            only("scoring_func", |v| v == "sigmoid", "\"sigmoid\""),
+            only("scoring_func", is_sigmoid, "\"sigmoid\""),
             only("topk_method", |v| v == "noaux_tc", "\"noaux_tc\""),
         ],
         ..LLAMA
@@ -509,6 +517,29 @@ pub(crate) static FAMILIES: &[Family] = &[
             only("moe_use_aux_free", is_true, "true (experts chosen with corrections)"),
         ],
         parts: &[(LayerPart::Correction, "mlp.moe_statics.e_score_correction_bias")],
+        ..LLAMA
+    },
+    Family {
+        model_type: "minimax_m2",
+        qk_norm: QkNorm::Whole,
+        router: Router { norm: Norm::Always, groups: None, scale: false, ..SIGMOID },
+        d_expert: "intermediate_size",
+        rotary: Rotary::Width("rotary_dim"),
+        defaults: Defaults { theta: 5e6, ..LLAMA.defaults },
+        only: &[
+            only("use_qk_norm", is_true, "true"),
+            only("qk_norm_type", |v| v == "per_layer", "\"per_layer\" (over all heads as one)"),
+            only("scoring_func", is_sigmoid, "\"sigmoid\""),
+            only("use_routing_bias", is_true, "true"),
+            only("shared_intermediate_size", is_zero, "0 (no shared expert)"),
+            only("attn_type_list", are_ones, "1 in every layer (full attention)"),
+            only("sliding_window", is_never, "null (no sliding window)"),
+        ],
+        parts: &[
+            (LayerPart::Router, "block_sparse_moe.gate.weight"),
+            (LayerPart::Correction, "block_sparse_moe.e_score_correction_bias"),
+        ],
+        experts: MIXTRAL_EXPERTS,
         ..LLAMA
     },
 ];

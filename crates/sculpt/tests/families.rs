@@ -70,6 +70,15 @@ fn ernie4_5_moe() -> Value {
     config("ernie4_5_moe", own)
 }
 
+fn minimax_m2() -> Value {
+    let own = json!({
+        "num_local_experts": 8, "rotary_dim": 8, "scoring_func": "sigmoid", "use_qk_norm": true,
+        "qk_norm_type": "per_layer", "use_routing_bias": true, "shared_intermediate_size": 0,
+        "attn_type_list": [1, 1, 1], "sliding_window": null, "num_mtp_modules": 0,
+    });
+    config("minimax_m2", own)
+}
+
 fn deepseek(family: &str) -> Value {
     let own = json!({
         "num_key_value_heads": 4, "n_routed_experts": 8, "moe_intermediate_size": 32, "n_shared_experts": 2,
@@ -101,6 +110,7 @@ fn configs_of_the_fixtures_mean_the_models_written_out_by_hand() {
         ("deepseek_v3", fixtures::deepseek_v3()),
         ("granitemoe", fixtures::granitemoe()),
         ("ernie4_5_moe", fixtures::ernie4_5_moe()),
+        ("minimax_m2", fixtures::minimax_m2()),
     ] {
         let Some(dir) = fixtures::fixture(family) else { continue };
         let config = serde_json::from_slice(&std::fs::read(dir.join("config.json")).unwrap()).unwrap();
@@ -157,6 +167,16 @@ fn what_a_family_cannot_compute_is_refused_by_key() {
         (ernie4_5_moe(), "moe_layer_interval", json!(0)),
         (ernie4_5_moe(), "moe_layer_start_index", json!([1, 2])),
         (ernie4_5_moe(), "moe_norm_min", json!("small")),
+        (minimax_m2(), "rotary_dim", json!(0)),
+        (minimax_m2(), "rotary_dim", json!(32)),
+        (minimax_m2(), "partial_rotary_factor", json!(0.75)),
+        (minimax_m2(), "scoring_func", json!("softmax")),
+        (minimax_m2(), "use_qk_norm", json!(false)),
+        (minimax_m2(), "qk_norm_type", json!("per_head")),
+        (minimax_m2(), "use_routing_bias", json!(false)),
+        (minimax_m2(), "shared_intermediate_size", json!(64)),
+        (minimax_m2(), "attn_type_list", json!([0, 1, 1])),
+        (minimax_m2(), "sliding_window", json!(128)),
     ] {
         read(&config);
         let mut config = config;
@@ -238,6 +258,20 @@ fn ernies_layers_have_experts_from_start_to_end_at_intervals() {
 }
 
 #[test]
+fn a_width_or_a_part_says_how_much_of_a_head_is_rotated() {
+    let dim = |width: Value, part: Value| {
+        let mut config = minimax_m2();
+        (config["rotary_dim"], config["partial_rotary_factor"]) = (width, part);
+        read(&config).0.rope.dim
+    };
+    assert_eq!(dim(json!(8), Value::Null), Some(8));
+    assert_eq!(dim(json!(8), json!(0.5)), Some(8));
+    assert_eq!(dim(Value::Null, json!(0.25)), Some(4));
+    assert_eq!(dim(Value::Null, Value::Null), None);
+    assert_eq!(dim(json!(16), Value::Null), None);
+}
+
+#[test]
 fn groups_count_where_they_limit() {
     let (v2, v3) = (deepseek("deepseek_v2"), deepseek("deepseek_v3"));
     let groups = |config: &Value| read(config).0.moe.groups;
@@ -267,11 +301,14 @@ fn yarn_scales_the_scores_of_latent_attention() {
 
 #[test]
 fn layers_that_guess_ahead_are_left_out_aloud() {
-    let mut config = deepseek("deepseek_v3");
-    let (without, warnings) = read(&config);
-    assert_eq!(warnings, []);
-    config["num_nextn_predict_layers"] = json!(1);
-    let (with, warnings) = read(&config);
-    assert_eq!(with, without);
-    assert!(matches!(&warnings[..], [Warning::Ignored { what: "num_nextn_predict_layers" }]), "{warnings:?}");
+    for (mut config, key) in
+        [(deepseek("deepseek_v3"), "num_nextn_predict_layers"), (minimax_m2(), "num_mtp_modules")]
+    {
+        let (without, warnings) = read(&config);
+        assert_eq!(warnings, []);
+        config[key] = json!(1);
+        let (with, warnings) = read(&config);
+        assert_eq!(with, without);
+        assert!(matches!(&warnings[..], [Warning::Ignored { what }] if *what == key), "{warnings:?}");
+    }
 }

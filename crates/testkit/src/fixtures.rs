@@ -21,10 +21,10 @@ pub fn shared() -> Option<PathBuf> {
 }
 
 /// The fixtures that are in the repository.
-pub const OWN: [&str; 2] = ["granitemoe", "ernie4_5_moe"];
+pub const OWN: [&str; 3] = ["granitemoe", "ernie4_5_moe", "minimax_m2"];
 
 /// The families that have a checkpoint with goldens: a fixture.
-pub const FAMILIES: [&str; 12] = [
+pub const FAMILIES: [&str; 13] = [
     "qwen3_moe",
     "qwen3_moe_tied",
     "deepseek",
@@ -37,6 +37,7 @@ pub const FAMILIES: [&str; 12] = [
     "deepseek_v3",
     "granitemoe",
     "ernie4_5_moe",
+    "minimax_m2",
 ];
 
 /// The folder of a family's fixture; `None`, said aloud, if it is absent.
@@ -271,6 +272,19 @@ pub fn ernie4_5_moe() -> ModelSpec {
     }
 }
 
+/// `fixtures/minimax_m2`: a router by sigmoid with corrections, QK-norm over all heads as one, half of each rotated.
+#[must_use]
+pub fn minimax_m2() -> ModelSpec {
+    let base = own(qwen3_moe());
+    ModelSpec {
+        model_type: "minimax_m2".to_owned(),
+        attention: AttentionSpec { qk_norm: true, qk_norm_whole: true, ..base.attention },
+        rope: RopeSpec { theta: 5e6, dim: Some(8), ..base.rope },
+        moe: MoeSpec { router: RouterKind::Sigmoid, correction_bias: true, ..base.moe },
+        ..base
+    }
+}
+
 /// The sizes of the fixtures in the repository.
 fn own(base: ModelSpec) -> ModelSpec {
     ModelSpec {
@@ -323,7 +337,7 @@ mod tests {
     #[test]
     fn the_specs_are_valid() {
         let new = [mixtral, olmoe, qwen2_moe, glm4_moe, gpt_oss, deepseek_v2, deepseek_v3].map(|spec| spec());
-        let own = [granitemoe, ernie4_5_moe].map(|spec| spec());
+        let own = [granitemoe, ernie4_5_moe, minimax_m2].map(|spec| spec());
         let new = new.into_iter().chain(own);
         for spec in [qwen3_moe(), qwen3_moe_tied(), deepseek(), demo_model()].into_iter().chain(new) {
             spec.validate().expect("valid");

@@ -189,7 +189,12 @@ impl Weights for CheckpointWeights {
         };
         let named = |name: &str| format!("model.layers.{layer}.{name}");
         match (self.family(), part) {
-            ("mixtral", P::Router) => widen(self.tensors.values(&named("block_sparse_moe.gate.weight"))),
+            ("mixtral" | "minimax_m2", P::Router) => {
+                widen(self.tensors.values(&named("block_sparse_moe.gate.weight")))
+            }
+            ("minimax_m2", P::Correction) => {
+                widen(self.tensors.values(&named("block_sparse_moe.e_score_correction_bias")))
+            }
             ("ernie4_5_moe", P::Correction) => {
                 widen(self.tensors.values(&named("mlp.moe_statics.e_score_correction_bias")))
             }
@@ -234,7 +239,7 @@ impl Weights for CheckpointWeights {
     fn expert(&self, key: ExpertKey, projection: Projection) -> Vec<f64> {
         let layer = key.layer;
         match self.family() {
-            "mixtral" => {
+            "mixtral" | "minimax_m2" => {
                 let w = ["w1", "w3", "w2"][projection as usize];
                 let name = format!("model.layers.{layer}.block_sparse_moe.experts.{}.{w}.weight", key.expert);
                 widen(self.tensors.values(&name))

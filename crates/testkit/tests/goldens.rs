@@ -91,13 +91,18 @@ fn ernie4_5_moe() {
     meets("ernie4_5_moe", &fixtures::ernie4_5_moe());
 }
 
+#[test]
+fn minimax_m2() {
+    meets("minimax_m2", &fixtures::minimax_m2());
+}
+
 /// The goldens tell right from nearly right: each slip moves the reference off them, and all but the epsilon
 /// (6e-4 on these weights) by more than the engine's tolerance.
 #[test]
 fn slips_of_the_spec_do_not_pass() {
     use smoe_format::spec::{Activation, GroupScore, GroupSpec, RopeScaling, RouterKind};
     type Slip = (&'static str, fn(&mut ModelSpec));
-    let slips: [(&str, ModelSpec, &[Slip]); 11] = [
+    let slips: [(&str, ModelSpec, &[Slip]); 12] = [
         (
             "qwen3_moe",
             fixtures::qwen3_moe(),
@@ -209,6 +214,17 @@ fn slips_of_the_spec_do_not_pass() {
                 ("a larger least divisor", |s| s.moe.norm_min = 1.0),
                 ("halves rotated", |s| s.rope.interleaved = false),
                 ("no shared expert", |s| s.moe.d_shared = 0),
+            ],
+        ),
+        (
+            "minimax_m2",
+            fixtures::minimax_m2(),
+            &[
+                ("no corrections", |s| s.moe.correction_bias = false),
+                ("no QK-norm", |s| s.attention.qk_norm = false),
+                ("all of a head rotated", |s| s.rope.dim = None),
+                ("neighbours rotated", |s| s.rope.interleaved = true),
+                ("top-k not normalised", |s| s.moe.norm_topk = false),
             ],
         ),
     ];
