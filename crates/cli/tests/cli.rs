@@ -55,8 +55,8 @@ fn ids(output: &Output) -> Vec<u32> {
 #[test]
 fn fixtures_meet_their_goldens_from_sculpt_to_tokens() {
     for family in fixtures::FAMILIES {
-        let Some(checkpoint) = shared_path(&format!("fixtures/{family}")) else { return };
-        let golden = Golden::shared(family).unwrap();
+        let Some(checkpoint) = fixtures::fixture(family) else { return };
+        let golden = Golden::of(family).unwrap();
         let dir = tempfile::tempdir().unwrap();
         let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
         let (vault, out) = (path("vault"), path("probe.safetensors"));
@@ -118,7 +118,7 @@ fn original_files_of_both_versions_answer_like_a_vault_of_the_same_checkpoint() 
     assert_eq!(refused.status.code(), Some(1));
     assert!(text(&refused.stderr).contains("config.json"), "{}", text(&refused.stderr));
     std::fs::copy(checkpoint.join("config.json"), dir.path().join("config.json")).unwrap();
-    for prompt in Golden::shared("qwen3_moe").unwrap().prompts {
+    for prompt in Golden::of("qwen3_moe").unwrap().prompts {
         let tokens = prompt.tokens.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
         let expected = ids(&run(&vault, &tokens));
         assert_eq!(ids(&run(&pair.join("qwen3_moe.smoe"), &tokens)), expected, "version 2");

@@ -8,6 +8,7 @@ use smoe_kernels::Kernels;
 pub struct Routes {
     top_k: usize,
     n_experts: usize,
+    router: RouterKind,
     tokens: usize,
     /// `[T, K]` expert ids, ascending per token: the order in which outputs are summed.
     ids: Vec<u32>,
@@ -40,6 +41,7 @@ impl Routes {
         Self {
             top_k: moe.top_k,
             n_experts: moe.n_experts,
+            router: moe.router,
             corrections: Vec::new(),
             tokens: 0,
             ids: Vec::with_capacity(pairs),
@@ -72,7 +74,7 @@ impl Routes {
     ///
     /// Scores are the softmax over all experts, or each one's sigmoid. The `top_k` largest are chosen (the lower id at
     /// ties), by their sum with the layer's corrections and from the best groups, where the family has these; their
-    /// weights are scores, divided by their sum if the family does so, times its scale.
+    /// weights are scores, divided by their sum (or a least divisor) if the family does so, times its scale.
     pub fn route(&mut self, kernels: Kernels, moe: &MoeSpec, index: usize, logits: &[f32]) {
         self.tokens = logits.len() / self.n_experts;
         self.ids.clear();
@@ -80,15 +82,14 @@ impl Routes {
         let scale = moe.routed_scale as f32;
         for logits in logits.chunks_exact(self.n_experts) {
             self.scores.copy_from_slice(logits);
-            match moe.router {
-                RouterKind::Softmax => kernels.softmax_in_place(&mut self.scores),
-                RouterKind::Sigmoid => kernels.sigmoid_in_place(&mut self.scores),
-            }
+            score(kernels, moe.router, &mut self.scores);
             self.choose(moe, index);
             // The divisor is summed in the order of the ranking, as the reference sums it.
             let sum: f32 = self.order.iter().map(|&id| self.scores[id as usize]).sum();
             let divisor = match moe.router {
                 _ if !moe.norm_topk => 1.0,
+                // Corrections may choose experts whose scores are zero.
+                _ if sum < moe.norm_min as f32 => moe.norm_min as f32,
                 RouterKind::Softmax => sum,
                 // All sigmoids may be zero.
                 RouterKind::Sigmoid => sum + 1e-20,
@@ -135,7 +136,7 @@ impl Routes {
     pub fn rank_by(&self, kernels: Kernels, index: usize, logits: &mut [f32]) {
         // Without corrections any score is in the order of its logit.
         if let Some(correction) = self.corrections.get(index).filter(|correction| !correction.is_empty()) {
-            kernels.sigmoid_in_place(logits);
+            score(kernels, self.router, logits);
             kernels.add_in_place(logits, correction);
         }
     }
@@ -201,6 +202,14 @@ impl Routes {
     }
 }
 
+/// Router logits become scores.
+fn score(kernels: Kernels, router: RouterKind, logits: &mut [f32]) {
+    match router {
+        RouterKind::Softmax => kernels.softmax_in_place(logits),
+        RouterKind::Sigmoid => kernels.sigmoid_in_place(logits),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -255,6 +264,27 @@ mod tests {
         assert_eq!(ranks, logits);
         routes.rank_by(Kernels::detect(), 1, &mut ranks);
         assert!(ranks[2] > ranks[3] && ranks[3] > ranks[1] && ranks[0] > ranks[4]);
+    }
+
+    #[test]
+    fn a_correction_of_shares_may_choose_what_weighs_nothing() {
+        let moe = MoeSpec { correction_bias: true, norm_min: 1e-12, ..moe(true) };
+        let corrections = vec![vec![-2.0, -2.0, -2.0, 0.0, 0.1]];
+        let mut routes = Routes::with_capacity(&moe, 1).correcting(corrections);
+        let mut logits = [0.0, 0.0, 0.0, -1.0, -2.0];
+        routes.route(Kernels::detect(), &moe, 0, &logits);
+        assert_eq!(routes.of_token(0).0, [3, 4]);
+        let weights = routes.of_token(0).1;
+        assert!(
+            (weights[0] / weights[1] - 1f32.exp()).abs() < 1e-5
+                && (weights[0] + weights[1] - 1.0).abs() < 1e-6
+        );
+        routes.rank_by(Kernels::detect(), 0, &mut logits);
+        assert!(logits[4] > logits[3] && logits[3] > logits[0], "by shares, not by logits: {logits:?}");
+        // Both shares are below the least divisor.
+        routes.route(Kernels::detect(), &moe, 0, &[0.0, 0.0, 0.0, -40.0, -60.0]);
+        let share = (-40f32).exp() / 3.0;
+        assert!((routes.of_token(0).1[0] / (share / 1e-12) - 1.0).abs() < 1e-4, "{:?}", routes.of_token(0));
     }
 
     #[test]

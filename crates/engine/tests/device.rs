@@ -13,6 +13,7 @@ use std::sync::{Arc, LazyLock};
 use common::{bits, observe, open, options, write_tiny};
 use smoe_engine::plan::RingSize;
 use smoe_engine::{Control, DeviceChoice, Engine, EngineError, EngineOptions, Session};
+use smoe_format::spec::Multipliers;
 use smoe_gpu::{Gpu, GpuError, Software};
 use smoe_testkit::TinyModel;
 
@@ -42,9 +43,10 @@ fn on_gpu(options: &EngineOptions, slots: Option<usize>) -> EngineOptions {
 
 /// The models that have GPU kernels, and whether those of the others are refused by name.
 fn models(seed: u64) -> Vec<TinyModel> {
-    let (able, unable): (Vec<_>, Vec<_>) = TinyModel::every(seed)
-        .into_iter()
-        .partition(|model| model.spec.attention.latent.is_none() && !model.spec.moe.expert_bias);
+    let (able, unable): (Vec<_>, Vec<_>) = TinyModel::every(seed).into_iter().partition(|model| {
+        let spec = &model.spec;
+        spec.attention.latent.is_none() && !spec.moe.expert_bias && spec.multipliers == Multipliers::default()
+    });
     for model in unable {
         let dir = tempfile::tempdir().unwrap();
         let vault = write_tiny(dir.path(), &model, "bf16", "bf16");

@@ -24,7 +24,7 @@ const EXACT: f64 = tolerance::REFERENCE_LOGITS;
 fn sixteen_bit_vaults_meet_the_goldens() {
     for family in fixtures::FAMILIES {
         let Some((_dir, vault)) = sculpted(family, 16, BackboneBits::Bf16) else { return };
-        let golden = Golden::shared(family).unwrap();
+        let golden = Golden::of(family).unwrap();
         let mut engine = open(&vault, &options(RingSize::Auto, 64, 2));
         for (i, prompt) in golden.prompts.iter().enumerate() {
             let got = observe(&mut engine, &prompt.tokens);
@@ -103,7 +103,7 @@ fn the_originals_pair_and_our_vault_of_the_same_checkpoint_give_the_same_bits() 
     let Some(pair) = shared_path("fixtures/original-vault-v2/qwen3_moe.smoe") else { return };
     let original = smoe_engine::Vault::open(&pair).unwrap();
     assert_eq!((original.experts.version, vault.experts.version), (2, 3));
-    let golden = Golden::shared("qwen3_moe").unwrap();
+    let golden = Golden::of("qwen3_moe").unwrap();
     let options = options(RingSize::Auto, 64, 2);
     let (mut ours, mut theirs) = (open(&vault, &options), open(&original, &options));
     for prompt in &golden.prompts {
@@ -136,7 +136,7 @@ fn a_published_mxfp4_checkpoint_answers_as_its_weights_do() {
         assert!(table.tensors.iter().all(|t| t.encoding == Encoding::Table(Table::MXFP4)));
     }
     let weights = CheckpointWeights::open(&floats);
-    for prompt in &Golden::shared("gpt_oss").unwrap().prompts {
+    for prompt in &Golden::of("gpt_oss").unwrap().prompts {
         let expected = smoe_testkit::greedy(&vault.spec, &weights, &prompt.tokens, 12);
         let tokens = greedy(&mut open(&vault, &exact()), &prompt.tokens, 12);
         compare_greedy(&tokens, &expected).assert_passes();

@@ -4,7 +4,7 @@
 //! original's files still learns the architecture, and it must agree with the config block.
 
 use crate::FormatError;
-use crate::spec::{AttentionSpec, FfnKind, ModelSpec, MoeSpec, RopeSpec, RouterKind};
+use crate::spec::{AttentionSpec, FfnKind, ModelSpec, MoeSpec, Multipliers, RopeSpec, RouterKind};
 use crate::wire::{Bytes, Put};
 
 /// Bytes of the block.
@@ -181,6 +181,7 @@ impl Sarc {
             rope: RopeSpec { theta: f64::from(self.rope_theta), ..RopeSpec::default() },
             layers,
             windows: Vec::new(),
+            multipliers: Multipliers::default(),
             moe: MoeSpec {
                 n_experts: seen.n_experts,
                 top_k: self.top_k as usize,

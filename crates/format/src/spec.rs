@@ -47,8 +47,32 @@ pub struct ModelSpec {
     /// Positions that each layer's attention sees, its own the last of them; 0 is all. Empty if all see all.
     #[serde(default, skip_serializing_if = "is_default")]
     pub windows: Vec<usize>,
+    /// What the residual stream and the logits are multiplied with.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub multipliers: Multipliers,
     /// Routed (and shared) experts of the MoE layers.
     pub moe: MoeSpec,
+}
+
+/// Constants of a model whose width does not change how it learns (muP: Yang et al. 2022; Granite).
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Multipliers {
+    /// Of embeddings as they enter the first layer; not of a head that is tied to them.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub embedding: f64,
+    /// Of what attention and the feed-forward part of each layer add.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub residual: f64,
+    /// Of logits.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub logits: f64,
+}
+
+impl Default for Multipliers {
+    fn default() -> Self {
+        Self { embedding: 1.0, residual: 1.0, logits: 1.0 }
+    }
 }
 
 /// The feed-forward part of a layer.
@@ -222,6 +246,9 @@ pub struct MoeSpec {
     pub router: RouterKind,
     /// Chosen scores are divided by their sum.
     pub norm_topk: bool,
+    /// That divisor is no less than this.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub norm_min: f64,
     /// Width of the shared expert that every token visits; 0 if there is none.
     pub d_shared: usize,
     /// The router's logits have a bias.
@@ -255,6 +282,7 @@ impl Default for MoeSpec {
             d_expert: 0,
             router: RouterKind::Softmax,
             norm_topk: false,
+            norm_min: 0.0,
             d_shared: 0,
             router_bias: false,
             correction_bias: false,
@@ -410,14 +438,18 @@ impl ModelSpec {
                 return fail(format!("top_k {top_k} of {experts} experts in {top} of {n} groups"));
             }
         }
-        if self.moe.correction_bias && self.moe.router != RouterKind::Sigmoid {
-            return fail("corrections need scores that are sigmoids".to_owned());
-        }
         if self.moe.shared_gate && self.moe.d_shared == 0 {
             return fail("a gate of a shared expert that there is not".to_owned());
         }
         if !positive(self.moe.routed_scale) || !positive(a.score_scale) {
             return fail("routed_scale and score_scale must be positive".to_owned());
+        }
+        if !(0.0..=1.0).contains(&self.moe.norm_min) {
+            return fail(format!("norm_min is {}, it must be 0 to 1", self.moe.norm_min));
+        }
+        let Multipliers { embedding, residual, logits } = self.multipliers;
+        if ![embedding, residual, logits].into_iter().all(positive) {
+            return fail("multipliers must be positive".to_owned());
         }
         if let Activation::ClampedSwiglu { alpha, limit } = self.moe.activation
             && !(positive(f64::from(alpha)) && positive(f64::from(limit)))

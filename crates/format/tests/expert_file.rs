@@ -2,7 +2,9 @@
 
 use proptest::prelude::*;
 use smoe_format::expert_file::{Architecture, FileEntry, Manifest, Provenance};
-use smoe_format::spec::{AttentionSpec, FfnKind, ModelSpec, MoeSpec, RopeScaling, RopeSpec, RouterKind};
+use smoe_format::spec::{
+    AttentionSpec, FfnKind, ModelSpec, MoeSpec, Multipliers, RopeScaling, RopeSpec, RouterKind,
+};
 use smoe_format::{
     Backbone, Encoding, ExpertFile, ExpertKey, FormatError, RECORD_ALIGN, Table, Uniform, Zero, record_crc,
 };
@@ -36,6 +38,7 @@ fn spec() -> ModelSpec {
         },
         layers: vec![FfnKind::Dense(80), FfnKind::Moe, FfnKind::Moe],
         windows: Vec::new(),
+        multipliers: Multipliers::default(),
         moe: MoeSpec {
             n_experts: 5,
             top_k: 2,

@@ -145,6 +145,7 @@ impl Route {
                 .constant("TOP_GROUPS", top_groups)
                 .flag("SIGMOID", moe.router == RouterKind::Sigmoid)
                 .flag("NORM", moe.norm_topk)
+                .text(&format!("const NORM_MIN: f32 = {:?}f;\n", moe.norm_min as f32))
                 .flag("BEST_TWO", score == GroupScore::BestTwo)
                 .flag("LISTED", listed)
                 .flag("HALTS", listed && halt.is_some())

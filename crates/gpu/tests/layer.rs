@@ -889,7 +889,7 @@ fn route(moe: &MoeSpec, logits: &[f32], bias: &[f32], correction: &[f32]) -> (Ve
     let mut ids = vec![0; moe.top_k];
     top_k(&ranked, &mut ids);
     let sum: f32 = ids.iter().map(|&id| scores[id as usize]).sum();
-    let divisor = if moe.norm_topk { sum } else { 1.0 };
+    let divisor = if moe.norm_topk { sum.max(moe.norm_min as f32) } else { 1.0 };
     ids.sort_unstable();
     let weights = ids.iter().map(|&id| scores[id as usize] / divisor * moe.routed_scale as f32).collect();
     (ids, weights)
@@ -1040,6 +1040,8 @@ fn experts_are_chosen_weighed_and_listed_as_on_the_cpu() {
         (moe(7, 7, true), &[1, 30], true),
         (moe(5, 1, false), &[2, 300], false),
         (MoeSpec { router: RouterKind::Sigmoid, routed_scale: 2.5, ..moe(32, 4, true) }, &[4, 50], true),
+        // Corrections of shares; the least divisor counts for some tokens.
+        (MoeSpec { norm_min: 0.5, ..moe(64, 6, true) }, &[4, 50], true),
     ] {
         for &tokens in counts {
             check_route(gpu, &moe, tokens, biased, &logits(tokens, &moe, 6.0));

@@ -1,4 +1,4 @@
-//! Sums of vectors: the residual stream and the weighted sum of experts.
+//! Sums and multiples of vectors: the residual stream and the weighted sum of experts.
 //!
 //! Elementwise, so one plain loop is both the definition and, compiled with an instruction set's features,
 //! its kernel.
@@ -61,6 +61,33 @@ impl Op for ScaleAdd<'_> {
     }
 }
 
+struct ScaleInPlace<'a> {
+    x: &'a mut [f32],
+    w: f32,
+}
+
+impl ScaleInPlace<'_> {
+    #[inline(always)]
+    fn eval(self) {
+        for x in self.x {
+            *x *= self.w;
+        }
+    }
+}
+
+impl Op for ScaleInPlace<'_> {
+    type Out = ();
+
+    fn scalar(self) {
+        self.eval();
+    }
+
+    #[inline(always)]
+    fn vector<S: Simd>(self, _: S) {
+        self.eval();
+    }
+}
+
 impl Kernels {
     /// `acc[i] += x[i]`.
     ///
@@ -78,5 +105,10 @@ impl Kernels {
     pub fn scale_add(self, acc: &mut [f32], x: &[f32], w: f32) {
         assert_eq!(acc.len(), x.len(), "operands of a sum");
         self.run(ScaleAdd { acc, x, w });
+    }
+
+    /// `x[i] *= w`.
+    pub fn scale_in_place(self, x: &mut [f32], w: f32) {
+        self.run(ScaleInPlace { x, w });
     }
 }

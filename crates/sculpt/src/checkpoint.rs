@@ -355,7 +355,9 @@ impl Checkpoint {
                 return Err(SculptError::Packed { tensor, file, what: what.clone() });
             }
         };
-        if stored.shape != *shape {
+        // Some write a vector as a matrix of one row.
+        let is_row = matches!((&stored.shape[..], &shape[..]), (&[1, n], &[m]) if n == m);
+        if stored.shape != *shape && !is_row {
             let (expected, found) = (shape.clone(), stored.shape.clone());
             return Err(SculptError::Shape { tensor, file, expected, found });
         }

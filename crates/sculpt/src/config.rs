@@ -6,7 +6,7 @@
 use serde_json::{Map, Value};
 use smoe_format::ModelSpec;
 use smoe_format::spec::{
-    Activation, AttentionSpec, FfnKind, GroupSpec, LatentSpec, MoeSpec, RopeScaling, RopeSpec,
+    Activation, AttentionSpec, FfnKind, GroupSpec, LatentSpec, MoeSpec, Multipliers, RopeScaling, RopeSpec,
 };
 
 use crate::error::{SculptError, Warning};
@@ -45,15 +45,18 @@ pub fn spec_from_config(config: &Value) -> Result<(ModelSpec, Vec<Warning>), Scu
             None => keys.default("rms_norm_eps", family.defaults.eps),
             Some(value) => number("rms_norm_eps", value)?,
         } as f32,
-        tied_head: keys.flag("tie_word_embeddings", false)?,
+        tied_head: keys.flag("tie_word_embeddings", family.defaults.tied)?,
         rope: keys.rope(family, max_context, attention.head_dim)?,
-        attention: AttentionSpec { score_scale: keys.score_scale(family)?, ..attention },
+        attention: AttentionSpec { score_scale: keys.score_scale(family, attention.head_dim)?, ..attention },
         layers: keys.layers(family, n_layers)?,
         windows: keys.windows(family, n_layers)?,
+        multipliers: keys.multipliers(family)?,
         moe: keys.moe(family)?,
     };
-    if keys.optional_size("num_nextn_predict_layers")?.unwrap_or(0) > 0 {
-        keys.warnings.push(Warning::Ignored { what: "num_nextn_predict_layers" });
+    for what in ["num_nextn_predict_layers", "num_mtp_modules"] {
+        if keys.optional_size(what)?.unwrap_or(0) > 0 {
+            keys.warnings.push(Warning::Ignored { what });
+        }
     }
     spec.validate()?;
     Ok((spec, keys.warnings))
@@ -122,6 +125,19 @@ impl<'a> Keys<'a> {
         }
     }
 
+    /// A number, or what a silent config means.
+    fn number_or(&self, key: &str, default: f64) -> Result<f64, SculptError> {
+        self.get(key).map_or(Ok(default), |value| number(key, value))
+    }
+
+    /// As [`Self::number_or`] 1, of what must be above 0.
+    fn factor(&self, key: &str) -> Result<f64, SculptError> {
+        match self.number_or(key, 1.0)? {
+            factor if factor > 0.0 => Ok(factor),
+            _ => Err(bad(key, self.get(key), "above 0")),
+        }
+    }
+
     fn attention(&self, family: &Family, d_model: usize) -> Result<AttentionSpec, SculptError> {
         let n_heads = self.size("num_attention_heads")?;
         let n_kv_heads = match self.optional_size("num_key_value_heads")? {
@@ -182,7 +198,7 @@ impl<'a> Keys<'a> {
         let router = &family.router;
         Ok(MoeSpec {
             n_experts,
-            top_k: self.size("num_experts_per_tok")?,
+            top_k: self.size(family.top_k)?,
             d_expert,
             router: router.kind,
             norm_topk: match (router.norm, self.get("norm_topk_prob")) {
@@ -190,6 +206,10 @@ impl<'a> Keys<'a> {
                 (Norm::Never, _) => false,
                 (Norm::Key(default), None) => self.default("norm_topk_prob", default),
                 (Norm::Key(default), Some(_)) => self.flag("norm_topk_prob", default)?,
+            },
+            norm_min: match router.norm_min {
+                None => 0.0,
+                Some((key, default)) => self.number_or(key, default)?,
             },
             d_shared: match family.shared {
                 Shared::None => 0,
@@ -209,10 +229,8 @@ impl<'a> Keys<'a> {
             activation: match family.expert {
                 Expert::SwiGlu => Activation::SwiGlu,
                 Expert::ClampedWithBiases => {
-                    let or = |key: &str, default: f64| {
-                        self.get(key).map_or(Ok(default), |value| number(key, value))
-                    };
-                    let (alpha, limit) = (or("swiglu_alpha", 1.702)?, or("swiglu_limit", 7.0)?);
+                    let alpha = self.number_or("swiglu_alpha", 1.702)?;
+                    let limit = self.number_or("swiglu_limit", 7.0)?;
                     Activation::ClampedSwiglu { alpha: alpha as f32, limit: limit as f32 }
                 }
             },
@@ -287,6 +305,22 @@ impl<'a> Keys<'a> {
                 let first = self.optional_size("first_k_dense_replace")?.unwrap_or(0);
                 (0..n_layers).map(|layer| layer < first).collect()
             }
+            Dense::Outside => {
+                let first = self.optional_size("moe_layer_start_index")?.unwrap_or(1);
+                let last = match self.get("moe_layer_end_index") {
+                    Some(value) if value.as_i64() == Some(-1) => None,
+                    _ => self.optional_size("moe_layer_end_index")?,
+                };
+                let interval = self.optional_size("moe_layer_interval")?.unwrap_or(1);
+                if interval == 0 {
+                    return Err(bad("moe_layer_interval", self.get("moe_layer_interval"), "above 0"));
+                }
+                let is_moe = |layer: usize| {
+                    (layer + 1).is_multiple_of(interval)
+                        && (first..=last.unwrap_or(usize::MAX)).contains(&layer)
+                };
+                (0..n_layers).map(|layer| !is_moe(layer)).collect()
+            }
             Dense::SparseStep => {
                 let step = self.optional_size("decoder_sparse_step")?.unwrap_or(1);
                 if step == 0 {
@@ -359,11 +393,26 @@ impl<'a> Keys<'a> {
                 }
                 Some(dim).filter(|&dim| dim != head_dim)
             }
+            (Rotary::Width(key), (inner, outer)) => {
+                let of_factor = inner.or(outer).map(|factor| (head_dim as f64 * factor) as usize);
+                match (self.optional_size(key)?, of_factor) {
+                    (Some(width), Some(other)) if width != other => {
+                        return Err(bad(key, self.get(key), format!("{other}, as `{partial}` says")));
+                    }
+                    (width, other) => match width.or(other) {
+                        Some(n) if n == 0 || n > head_dim => {
+                            let found = self.get(key).or(get(partial)).or(self.get(partial));
+                            return Err(bad(key, found, format!("up to {head_dim}, a head's width")));
+                        }
+                        dim => dim.filter(|&dim| dim != head_dim),
+                    },
+                }
+            }
             (_, (Some(factor), _)) if factor != 1.0 => return Err(bad(&path(partial), get(partial), "1")),
             _ => None,
         };
         let interleaved = match family.rotary {
-            Rotary::Halves | Rotary::Partial(_) => false,
+            Rotary::Halves | Rotary::Partial(_) | Rotary::Width(_) => false,
             Rotary::Neighbours => true,
             Rotary::NeighboursByKey => self.flag("rope_interleave", true)?,
         };
@@ -450,8 +499,24 @@ impl<'a> Keys<'a> {
         Ok((name, parameters, !old.is_empty() && !new.is_empty() && old != new))
     }
 
-    /// What YaRN makes of scores in latent attention: the square of its factor for `mscale_all_dim`.
-    fn score_scale(&self, family: &Family) -> Result<f64, SculptError> {
+    /// What the residual stream and the logits are multiplied with.
+    fn multipliers(&self, family: &Family) -> Result<Multipliers, SculptError> {
+        if !family.multipliers {
+            return Ok(Multipliers::default());
+        }
+        Ok(Multipliers {
+            embedding: self.factor("embedding_multiplier")?,
+            residual: self.factor("residual_multiplier")?,
+            logits: 1.0 / self.factor("logits_scaling")?,
+        })
+    }
+
+    /// What scores are multiplied with besides `1 / sqrt(head_dim)`: a multiplier that is there instead of it; and what
+    /// YaRN makes of scores in latent attention, the square of its factor for `mscale_all_dim`.
+    fn score_scale(&self, family: &Family, head_dim: usize) -> Result<f64, SculptError> {
+        if family.multipliers {
+            return Ok(self.factor("attention_multiplier")? * (head_dim as f64).sqrt());
+        }
         let (name, parameters, _) = self.rope_parameters()?;
         let float = |key: &str| {
             let found = parameters.get(key).filter(|value| !value.is_null());

@@ -24,10 +24,14 @@ pub(crate) struct Family {
     pub sinks: bool,
     /// `layer_types` says which layers see `sliding_window` positions only.
     pub windows: bool,
+    /// `embedding_multiplier`, `attention_multiplier`, `residual_multiplier` and `logits_scaling` count.
+    pub multipliers: bool,
     /// How router logits become weights.
     pub router: Router,
     /// The key of the number of routed experts, newest first.
     pub n_experts: &'static [&'static str],
+    /// The key of the number of experts that a token visits.
+    pub top_k: &'static str,
     /// The key of a routed expert's width.
     pub d_expert: &'static str,
     /// What stands in a routed expert, and its biases.
@@ -84,6 +88,8 @@ pub(crate) struct Router {
     pub correction: bool,
     /// Chosen scores are divided by their sum: always, never, or as `norm_topk_prob` says, with this default.
     pub norm: Norm,
+    /// The key of the least that this sum may be, and its default.
+    pub norm_min: Option<(&'static str, f64)>,
     /// `n_group` and `topk_group`, and what groups are ranked by.
     pub groups: Option<GroupScore>,
     /// `routed_scaling_factor` counts.
@@ -126,6 +132,9 @@ pub(crate) enum Dense {
     SparseStep,
     /// The first `first_k_dense_replace` layers.
     FirstK,
+    /// Those outside of `moe_layer_start_index` to `moe_layer_end_index`, and inside all but each
+    /// `moe_layer_interval`-th of the model.
+    Outside,
 }
 
 /// How elements of a head are rotated.
@@ -135,6 +144,8 @@ pub(crate) enum Rotary {
     Halves,
     /// The first `partial_rotary_factor` of them, with this default.
     Partial(f64),
+    /// As many of the first as this key says; where it is silent, as `partial_rotary_factor` does, or all.
+    Width(&'static str),
     /// Neighbours.
     Neighbours,
     /// Neighbours, unless `rope_interleave` is false.
@@ -146,6 +157,8 @@ pub(crate) enum Rotary {
 pub(crate) struct Defaults {
     pub eps: f64,
     pub theta: f64,
+    /// The head is the embedding.
+    pub tied: bool,
 }
 
 /// The names of routed experts' matrices.
@@ -169,8 +182,14 @@ const fn only(key: &'static str, is: fn(&Value) -> bool, expected: &'static str)
     Only { key, is, expected }
 }
 
+fn is_true(v: &Value) -> bool {
+    *v == Value::Bool(true)
+}
 fn is_false(v: &Value) -> bool {
     *v == Value::Bool(false)
+}
+fn is_zero(v: &Value) -> bool {
+    v.as_f64() == Some(0.0)
 }
 fn is_one(v: &Value) -> bool {
     v.as_f64() == Some(1.0)
@@ -190,6 +209,12 @@ fn is_full_attention(v: &Value) -> bool {
 fn is_softmax(v: &Value) -> bool {
     v == "softmax"
 }
+fn is_sigmoid(v: &Value) -> bool {
+    v == "sigmoid"
+}
+fn are_ones(v: &Value) -> bool {
+    v.as_array().is_some_and(|layers| layers.iter().all(is_one))
+}
 
 /// What holds for every family that does not read the key itself.
 const COMMON: &[Only] = &[
@@ -200,6 +225,10 @@ const COMMON: &[Only] = &[
     only("layer_types", is_full_attention, "\"full_attention\" in every layer"),
     only("partial_rotary_factor", is_one, "1 (RoPE over the whole head)"),
     only("clip_qkv", is_never, "null (no clipping)"),
+    only("embedding_multiplier", is_one, "1"),
+    only("attention_multiplier", is_never, "missing"),
+    only("residual_multiplier", is_one, "1"),
+    only("logits_scaling", is_one, "1"),
 ];
 
 /// Where a checkpoint has a matrix.
@@ -218,8 +247,11 @@ impl Family {
     pub fn conditions(&self) -> impl Iterator<Item = &'static Only> {
         let own = |key: &str| match key {
             "attention_bias" => matches!(self.bias, Bias::Qkv(own, _) | Bias::All(own, _) if own == key),
-            "partial_rotary_factor" => matches!(self.rotary, Rotary::Partial(_)),
+            "partial_rotary_factor" => matches!(self.rotary, Rotary::Partial(_) | Rotary::Width(_)),
             "layer_types" => self.windows,
+            "embedding_multiplier" | "attention_multiplier" | "residual_multiplier" | "logits_scaling" => {
+                self.multipliers
+            }
             _ => false,
         };
         COMMON.iter().filter(move |only| !own(only.key)).chain(self.only)
@@ -290,15 +322,18 @@ const LLAMA: Family = Family {
     latent: false,
     sinks: false,
     windows: false,
+    multipliers: false,
     router: Router {
         kind: RouterKind::Softmax,
         bias: false,
         correction: false,
         norm: Norm::Key(false),
+        norm_min: None,
         groups: None,
         scale: false,
     },
     n_experts: &["num_local_experts", "num_experts"],
+    top_k: "num_experts_per_tok",
     d_expert: "moe_intermediate_size",
     expert: Expert::SwiGlu,
     shared: Shared::None,
@@ -306,7 +341,7 @@ const LLAMA: Family = Family {
     rope: &["linear", "yarn"],
     rotary: Rotary::Halves,
     kv_heads_optional: false,
-    defaults: Defaults { eps: 1e-6, theta: 10_000.0 },
+    defaults: Defaults { eps: 1e-6, theta: 10_000.0, tied: false },
     only: &[],
     parts: &[],
     experts: Experts { folder: "mlp.experts", names: ["gate_proj", "up_proj", "down_proj"] },
@@ -318,9 +353,13 @@ const SIGMOID: Router = Router {
     bias: false,
     correction: true,
     norm: Norm::Key(true),
+    norm_min: None,
     groups: Some(GroupScore::BestTwo),
     scale: true,
 };
+
+/// Mixtral's names, which others took over.
+const MIXTRAL_EXPERTS: Experts = Experts { folder: "block_sparse_moe.experts", names: ["w1", "w3", "w2"] };
 
 /// The families that this build knows.
 pub(crate) static FAMILIES: &[Family] = &[
@@ -350,10 +389,10 @@ pub(crate) static FAMILIES: &[Family] = &[
         model_type: "mixtral",
         router: Router { norm: Norm::Always, ..LLAMA.router },
         d_expert: "intermediate_size",
-        defaults: Defaults { eps: 1e-5, theta: 1e6 },
+        defaults: Defaults { eps: 1e-5, theta: 1e6, ..LLAMA.defaults },
         only: &[only("sliding_window", is_never, "null (no sliding window)")],
         parts: &[(LayerPart::Router, "block_sparse_moe.gate.weight")],
-        experts: Experts { folder: "block_sparse_moe.experts", names: ["w1", "w3", "w2"] },
+        experts: MIXTRAL_EXPERTS,
         ..LLAMA
     },
     Family {
@@ -398,7 +437,7 @@ pub(crate) static FAMILIES: &[Family] = &[
         d_expert: "intermediate_size",
         expert: Expert::ClampedWithBiases,
         rope: &["yarn"],
-        defaults: Defaults { eps: 1e-5, theta: 150_000.0 },
+        defaults: Defaults { eps: 1e-5, theta: 150_000.0, ..LLAMA.defaults },
         parts: &[(LayerPart::Router, "mlp.router.weight"), (LayerPart::RouterBias, "mlp.router.bias")],
         ..LLAMA
     },
@@ -437,9 +476,70 @@ pub(crate) static FAMILIES: &[Family] = &[
         kv_heads_optional: true,
         only: &[
             only("moe_layer_freq", is_one, "1"),
-            only("scoring_func", |v| v == "sigmoid", "\"sigmoid\""),
+            only("scoring_func", is_sigmoid, "\"sigmoid\""),
             only("topk_method", |v| v == "noaux_tc", "\"noaux_tc\""),
         ],
+        ..LLAMA
+    },
+    // As in GPT-OSS, softmax is over the chosen logits. Experts are stacked, two tensors a layer.
+    Family {
+        model_type: "granitemoe",
+        bias: Bias::All("attention_bias", false),
+        multipliers: true,
+        router: Router { norm: Norm::Always, ..LLAMA.router },
+        d_expert: "intermediate_size",
+        kv_heads_optional: true,
+        only: &[
+            only("position_embedding_type", |v| v == "rope", "\"rope\""),
+            only("shared_intermediate_size", is_zero, "0 (no shared expert)"),
+        ],
+        parts: &[(LayerPart::Router, "block_sparse_moe.router.layer.weight")],
+        experts: MIXTRAL_EXPERTS,
+        ..LLAMA
+    },
+    Family {
+        model_type: "ernie4_5_moe",
+        router: Router {
+            correction: true,
+            norm: Norm::Always,
+            norm_min: Some(("moe_norm_min", 1e-12)),
+            ..LLAMA.router
+        },
+        n_experts: &["moe_num_experts"],
+        top_k: "moe_k",
+        shared: Shared::Count("moe_num_shared_experts"),
+        dense: Dense::Outside,
+        rotary: Rotary::Neighbours,
+        defaults: Defaults { eps: 1e-5, theta: 500_000.0, tied: true },
+        only: &[
+            only("use_bias", is_false, "false (no biases)"),
+            only("moe_gate", |v| v == "topk", "\"topk\""),
+            only("moe_use_aux_free", is_true, "true (experts chosen with corrections)"),
+        ],
+        parts: &[(LayerPart::Correction, "mlp.moe_statics.e_score_correction_bias")],
+        ..LLAMA
+    },
+    Family {
+        model_type: "minimax_m2",
+        qk_norm: QkNorm::Whole,
+        router: Router { norm: Norm::Always, groups: None, scale: false, ..SIGMOID },
+        d_expert: "intermediate_size",
+        rotary: Rotary::Width("rotary_dim"),
+        defaults: Defaults { theta: 5e6, ..LLAMA.defaults },
+        only: &[
+            only("use_qk_norm", is_true, "true"),
+            only("qk_norm_type", |v| v == "per_layer", "\"per_layer\" (over all heads as one)"),
+            only("scoring_func", is_sigmoid, "\"sigmoid\""),
+            only("use_routing_bias", is_true, "true"),
+            only("shared_intermediate_size", is_zero, "0 (no shared expert)"),
+            only("attn_type_list", are_ones, "1 in every layer (full attention)"),
+            only("sliding_window", is_never, "null (no sliding window)"),
+        ],
+        parts: &[
+            (LayerPart::Router, "block_sparse_moe.gate.weight"),
+            (LayerPart::Correction, "block_sparse_moe.e_score_correction_bias"),
+        ],
+        experts: MIXTRAL_EXPERTS,
         ..LLAMA
     },
 ];

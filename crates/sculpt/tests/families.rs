@@ -3,9 +3,9 @@
 
 use serde_json::{Value, json};
 use smoe_format::ModelSpec;
-use smoe_format::spec::{FfnKind, GroupScore, GroupSpec};
+use smoe_format::spec::{FfnKind, GroupScore, GroupSpec, Multipliers};
 use smoe_sculpt::{SculptError, Warning, spec_from_config};
-use smoe_testkit::{fixtures, shared_path};
+use smoe_testkit::fixtures;
 
 /// A config with what every family asks for.
 fn config(family: &str, own: Value) -> Value {
@@ -52,6 +52,33 @@ fn gpt_oss() -> Value {
     config("gpt_oss", own)
 }
 
+fn granitemoe() -> Value {
+    let own = json!({
+        "num_local_experts": 8, "embedding_multiplier": 12.0, "attention_multiplier": 0.0625,
+        "residual_multiplier": 0.22, "logits_scaling": 6, "attention_bias": false,
+    });
+    config("granitemoe", own)
+}
+
+fn ernie4_5_moe() -> Value {
+    let own = json!({
+        "moe_num_experts": 8, "moe_k": 2, "num_experts_per_tok": null, "moe_intermediate_size": 32,
+        "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": 28,
+        "moe_layer_interval": 1, "moe_gate": "topk", "moe_use_aux_free": true, "moe_capacity": [8, 8, 8],
+        "use_bias": false,
+    });
+    config("ernie4_5_moe", own)
+}
+
+fn minimax_m2() -> Value {
+    let own = json!({
+        "num_local_experts": 8, "rotary_dim": 8, "scoring_func": "sigmoid", "use_qk_norm": true,
+        "qk_norm_type": "per_layer", "use_routing_bias": true, "shared_intermediate_size": 0,
+        "attn_type_list": [1, 1, 1], "sliding_window": null, "num_mtp_modules": 0,
+    });
+    config("minimax_m2", own)
+}
+
 fn deepseek(family: &str) -> Value {
     let own = json!({
         "num_key_value_heads": 4, "n_routed_experts": 8, "moe_intermediate_size": 32, "n_shared_experts": 2,
@@ -81,9 +108,12 @@ fn configs_of_the_fixtures_mean_the_models_written_out_by_hand() {
         ("gpt_oss", fixtures::gpt_oss()),
         ("deepseek_v2", fixtures::deepseek_v2()),
         ("deepseek_v3", fixtures::deepseek_v3()),
+        ("granitemoe", fixtures::granitemoe()),
+        ("ernie4_5_moe", fixtures::ernie4_5_moe()),
+        ("minimax_m2", fixtures::minimax_m2()),
     ] {
-        let Some(path) = shared_path(&format!("fixtures/{family}/config.json")) else { return };
-        let config = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+        let Some(dir) = fixtures::fixture(family) else { continue };
+        let config = serde_json::from_slice(&std::fs::read(dir.join("config.json")).unwrap()).unwrap();
         assert_eq!(read(&config).0, expected, "{family}");
     }
 }
@@ -95,6 +125,8 @@ fn what_a_family_cannot_compute_is_refused_by_key() {
         (mixtral(), "sliding_window", json!(4096)),
         (mixtral(), "attention_bias", json!(true)),
         (mixtral(), "num_local_experts", Value::Null),
+        (mixtral(), "residual_multiplier", json!(0.5)),
+        (mixtral(), "attention_multiplier", json!(0.5)),
         (olmoe(), "clip_qkv", json!(8.0)),
         (olmoe(), "attention_bias", json!(true)),
         (qwen2_moe(), "shared_expert_intermediate_size", Value::Null),
@@ -123,6 +155,28 @@ fn what_a_family_cannot_compute_is_refused_by_key() {
         (v3.clone(), "moe_layer_freq", json!(2)),
         (v3.clone(), "rope_interleave", json!(1)),
         (v3, "v_head_dim", Value::Null),
+        (granitemoe(), "residual_multiplier", json!(0.0)),
+        (granitemoe(), "attention_multiplier", json!(-1.0)),
+        (granitemoe(), "logits_scaling", json!("6")),
+        (granitemoe(), "position_embedding_type", json!("nope")),
+        (granitemoe(), "shared_intermediate_size", json!(32)),
+        (ernie4_5_moe(), "use_bias", json!(true)),
+        (ernie4_5_moe(), "moe_k", Value::Null),
+        (ernie4_5_moe(), "moe_gate", json!("top2")),
+        (ernie4_5_moe(), "moe_use_aux_free", json!(false)),
+        (ernie4_5_moe(), "moe_layer_interval", json!(0)),
+        (ernie4_5_moe(), "moe_layer_start_index", json!([1, 2])),
+        (ernie4_5_moe(), "moe_norm_min", json!("small")),
+        (minimax_m2(), "rotary_dim", json!(0)),
+        (minimax_m2(), "rotary_dim", json!(32)),
+        (minimax_m2(), "partial_rotary_factor", json!(0.75)),
+        (minimax_m2(), "scoring_func", json!("softmax")),
+        (minimax_m2(), "use_qk_norm", json!(false)),
+        (minimax_m2(), "qk_norm_type", json!("per_head")),
+        (minimax_m2(), "use_routing_bias", json!(false)),
+        (minimax_m2(), "shared_intermediate_size", json!(64)),
+        (minimax_m2(), "attn_type_list", json!([0, 1, 1])),
+        (minimax_m2(), "sliding_window", json!(128)),
     ] {
         read(&config);
         let mut config = config;
@@ -173,6 +227,51 @@ fn keys_that_are_silent_mean_what_the_reference_takes() {
 }
 
 #[test]
+fn multipliers_are_those_of_the_config() {
+    let spec = read(&granitemoe()).0;
+    assert_eq!(spec.multipliers, Multipliers { embedding: 12.0, residual: 0.22, logits: 1.0 / 6.0 });
+    // 0.0625 is there instead of 1/4.
+    assert_eq!(spec.attention.score_scale, 0.25);
+    assert_eq!(read(&config("granitemoe", json!({ "num_local_experts": 8 }))).0.attention.score_scale, 4.0);
+}
+
+#[test]
+fn ernies_layers_have_experts_from_start_to_end_at_intervals() {
+    let (moe, dense) = (FfnKind::Moe, FfnKind::Dense(96));
+    let layers = |changes: Value| {
+        let mut config = ernie4_5_moe();
+        config["num_hidden_layers"] = json!(6);
+        config.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
+        read(&config).0.layers
+    };
+    assert_eq!(layers(json!({})), [dense, moe, moe, moe, moe, moe]);
+    assert_eq!(layers(json!({ "moe_layer_end_index": -1 })), [dense, moe, moe, moe, moe, moe]);
+    assert_eq!(layers(json!({ "moe_layer_end_index": 3 })), [dense, moe, moe, moe, dense, dense]);
+    let every_other = json!({ "moe_layer_interval": 2, "moe_layer_start_index": 2 });
+    assert_eq!(layers(every_other), [dense, dense, dense, moe, dense, moe]);
+    assert_eq!(layers(json!({ "moe_layer_start_index": null }))[..2], [dense, moe]);
+    let spec = read(&ernie4_5_moe()).0;
+    assert_eq!((spec.moe.norm_min, spec.moe.d_shared, spec.moe.top_k), (1e-12, 64, 2));
+    let mut silent = ernie4_5_moe();
+    silent["tie_word_embeddings"] = Value::Null;
+    assert!(read(&silent).0.tied_head, "the reference's default");
+}
+
+#[test]
+fn a_width_or_a_part_says_how_much_of_a_head_is_rotated() {
+    let dim = |width: Value, part: Value| {
+        let mut config = minimax_m2();
+        (config["rotary_dim"], config["partial_rotary_factor"]) = (width, part);
+        read(&config).0.rope.dim
+    };
+    assert_eq!(dim(json!(8), Value::Null), Some(8));
+    assert_eq!(dim(json!(8), json!(0.5)), Some(8));
+    assert_eq!(dim(Value::Null, json!(0.25)), Some(4));
+    assert_eq!(dim(Value::Null, Value::Null), None);
+    assert_eq!(dim(json!(16), Value::Null), None);
+}
+
+#[test]
 fn groups_count_where_they_limit() {
     let (v2, v3) = (deepseek("deepseek_v2"), deepseek("deepseek_v3"));
     let groups = |config: &Value| read(config).0.moe.groups;
@@ -202,11 +301,14 @@ fn yarn_scales_the_scores_of_latent_attention() {
 
 #[test]
 fn layers_that_guess_ahead_are_left_out_aloud() {
-    let mut config = deepseek("deepseek_v3");
-    let (without, warnings) = read(&config);
-    assert_eq!(warnings, []);
-    config["num_nextn_predict_layers"] = json!(1);
-    let (with, warnings) = read(&config);
-    assert_eq!(with, without);
-    assert!(matches!(&warnings[..], [Warning::Ignored { what: "num_nextn_predict_layers" }]), "{warnings:?}");
+    for (mut config, key) in
+        [(deepseek("deepseek_v3"), "num_nextn_predict_layers"), (minimax_m2(), "num_mtp_modules")]
+    {
+        let (without, warnings) = read(&config);
+        assert_eq!(warnings, []);
+        config[key] = json!(1);
+        let (with, warnings) = read(&config);
+        assert_eq!(with, without);
+        assert!(matches!(&warnings[..], [Warning::Ignored { what }] if *what == key), "{warnings:?}");
+    }
 }

@@ -38,7 +38,8 @@ fn assert_whole(vault: &Path) {
 #[test]
 fn a_checkpoint_and_its_gguf_file_become_the_same_vault() {
     let dir = tempfile::tempdir().unwrap();
-    for family in fixtures::FAMILIES {
+    // Architectures of GGUF that are read are those of the shared fixtures.
+    for family in fixtures::FAMILIES.into_iter().filter(|family| !fixtures::OWN.contains(family)) {
         let Some(checkpoint) = shared(&format!("fixtures/{family}")) else { return };
         let first = dir.path().join(format!("{family}-safetensors"));
         let raw = settings(16, BackboneBits::Bf16);

@@ -1,13 +1,16 @@
-//! The shared fixtures: where they are, and their models' specs written out by hand from `config.json`, so
-//! that the reference does not hang on the sculptor's reading of it.
+//! The fixtures: where they are, and their models' specs written out by hand from `config.json`, so that the
+//! reference does not hang on the sculptor's reading of it.
+//!
+//! Most are shared ones beside the repository. Those of [`OWN`] are in this crate's `fixtures/`, where `make.py` made
+//! them with the reference implementation; both are of the same form.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use smoe_format::ModelSpec;
 use smoe_format::spec::{
-    Activation, AttentionSpec, FfnKind, GroupScore, GroupSpec, LatentSpec, MoeSpec, RopeScaling, RopeSpec,
-    RouterKind,
+    Activation, AttentionSpec, FfnKind, GroupScore, GroupSpec, LatentSpec, MoeSpec, Multipliers, RopeScaling,
+    RopeSpec, RouterKind,
 };
 
 /// The folder of shared fixtures: `$SMOE_SHARED`, else `shared` beside the repository. If it is absent, says
@@ -17,8 +20,11 @@ pub fn shared() -> Option<PathBuf> {
     shared_path("")
 }
 
-/// The families that have a checkpoint with goldens under `fixtures/`.
-pub const FAMILIES: [&str; 10] = [
+/// The fixtures that are in the repository.
+pub const OWN: [&str; 3] = ["granitemoe", "ernie4_5_moe", "minimax_m2"];
+
+/// The families that have a checkpoint with goldens: a fixture.
+pub const FAMILIES: [&str; 13] = [
     "qwen3_moe",
     "qwen3_moe_tied",
     "deepseek",
@@ -29,7 +35,19 @@ pub const FAMILIES: [&str; 10] = [
     "gpt_oss",
     "deepseek_v2",
     "deepseek_v3",
+    "granitemoe",
+    "ernie4_5_moe",
+    "minimax_m2",
 ];
+
+/// The folder of a family's fixture; `None`, said aloud, if it is absent.
+#[must_use]
+pub fn fixture(family: &str) -> Option<PathBuf> {
+    if OWN.contains(&family) {
+        return Some(Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/fixtures")).join(family));
+    }
+    shared_path(&format!("fixtures/{family}"))
+}
 
 /// A file or folder of the shared fixtures, as `fixtures/qwen3_moe`; `None`, said aloud, if absent.
 #[must_use]
@@ -72,6 +90,7 @@ pub fn qwen3_moe() -> ModelSpec {
         rope: RopeSpec { theta: 1e6, ..Default::default() },
         layers: vec![FfnKind::Moe; 3],
         windows: Vec::new(),
+        multipliers: Multipliers::default(),
         moe: MoeSpec {
             n_experts: 8,
             top_k: 2,
@@ -224,6 +243,59 @@ pub fn deepseek_v3() -> ModelSpec {
     }
 }
 
+/// `fixtures/granitemoe`: multipliers of embeddings, scores, residuals and logits, a tied head, stacked experts.
+#[must_use]
+pub fn granitemoe() -> ModelSpec {
+    let base = own(qwen3_moe());
+    ModelSpec {
+        model_type: "granitemoe".to_owned(),
+        tied_head: true,
+        // 1/16 instead of the root of 1/16.
+        attention: AttentionSpec { score_scale: 0.25, ..base.attention },
+        multipliers: Multipliers { embedding: 12.0, residual: 0.25, logits: 8.0 },
+        ..base
+    }
+}
+
+/// `fixtures/ernie4_5_moe`: softmax with corrections and a least divisor, neighbours rotated, a dense first layer, a
+/// shared expert of two widths.
+#[must_use]
+pub fn ernie4_5_moe() -> ModelSpec {
+    let base = own(qwen3_moe());
+    ModelSpec {
+        model_type: "ernie4_5_moe".to_owned(),
+        tied_head: true,
+        rope: RopeSpec { theta: 5e5, interleaved: true, ..base.rope },
+        layers: vec![FfnKind::Dense(96), FfnKind::Moe, FfnKind::Moe],
+        moe: MoeSpec { correction_bias: true, norm_min: 1e-12, d_shared: 64, ..base.moe },
+        ..base
+    }
+}
+
+/// `fixtures/minimax_m2`: a router by sigmoid with corrections, QK-norm over all heads as one, half of each rotated.
+#[must_use]
+pub fn minimax_m2() -> ModelSpec {
+    let base = own(qwen3_moe());
+    ModelSpec {
+        model_type: "minimax_m2".to_owned(),
+        attention: AttentionSpec { qk_norm: true, qk_norm_whole: true, ..base.attention },
+        rope: RopeSpec { theta: 5e6, dim: Some(8), ..base.rope },
+        moe: MoeSpec { router: RouterKind::Sigmoid, correction_bias: true, ..base.moe },
+        ..base
+    }
+}
+
+/// The sizes of the fixtures in the repository.
+fn own(base: ModelSpec) -> ModelSpec {
+    ModelSpec {
+        vocab_size: 128,
+        attention: AttentionSpec { head_dim: 16, qk_norm: false, ..base.attention },
+        rope: RopeSpec { theta: 1e4, ..base.rope },
+        moe: MoeSpec { d_expert: 32, ..base.moe },
+        ..base
+    }
+}
+
 /// `demo-model`: the small chat model trained for the project.
 #[must_use]
 pub fn demo_model() -> ModelSpec {
@@ -265,6 +337,8 @@ mod tests {
     #[test]
     fn the_specs_are_valid() {
         let new = [mixtral, olmoe, qwen2_moe, glm4_moe, gpt_oss, deepseek_v2, deepseek_v3].map(|spec| spec());
+        let own = [granitemoe, ernie4_5_moe, minimax_m2].map(|spec| spec());
+        let new = new.into_iter().chain(own);
         for spec in [qwen3_moe(), qwen3_moe_tied(), deepseek(), demo_model()].into_iter().chain(new) {
             spec.validate().expect("valid");
         }

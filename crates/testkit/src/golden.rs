@@ -5,7 +5,7 @@ use std::path::Path;
 
 use smoe_format::ModelSpec;
 
-use crate::fixtures::shared_path;
+use crate::fixtures::fixture;
 use crate::read;
 use crate::reference::{Step, choose};
 use crate::tolerance;
@@ -76,10 +76,10 @@ impl Golden {
         choose(spec, &logits, self.corrections.get(layer).map(Vec::as_slice))
     }
 
-    /// The golden of the shared fixture `family`; `None`, said aloud, where it is absent.
+    /// The golden of the fixture `family`; `None`, said aloud, where it is absent.
     #[must_use]
-    pub fn shared(family: &str) -> Option<Self> {
-        shared_path(&format!("fixtures/{family}")).map(|dir| Self::load(&dir))
+    pub fn of(family: &str) -> Option<Self> {
+        fixture(family).map(|dir| Self::load(&dir))
     }
 }
 
@@ -87,8 +87,8 @@ impl Golden {
 fn corrections(dir: &Path) -> Vec<Vec<f64>> {
     let weights = Tensors::open(&[dir.join("model.safetensors")]);
     let layer = |name: &str| {
-        let layer = name.strip_suffix(".mlp.gate.e_score_correction_bias")?.rsplit('.').next()?;
-        layer.parse::<usize>().ok()
+        let module = name.strip_suffix(".e_score_correction_bias")?;
+        module.strip_prefix("model.layers.")?.split('.').next()?.parse::<usize>().ok()
     };
     let mut found: Vec<(usize, &str)> =
         weights.names().filter_map(|name| layer(name).map(|layer| (layer, name))).collect();

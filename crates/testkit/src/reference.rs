@@ -46,7 +46,8 @@ pub fn forward(spec: &ModelSpec, weights: &impl Weights, tokens: &[u32]) -> Forw
     for &token in tokens {
         let token = token as usize;
         assert!(token < spec.vocab_size, "token {token} of {}", spec.vocab_size);
-        stream.push(embedding[token * d..(token + 1) * d].to_vec());
+        let row = &embedding[token * d..(token + 1) * d];
+        stream.push(row.iter().map(|x| x * spec.multipliers.embedding).collect());
     }
 
     let mut out =
@@ -59,7 +60,7 @@ pub fn forward(spec: &ModelSpec, weights: &impl Weights, tokens: &[u32]) -> Forw
         let norm = part(LayerPart::AttnNorm);
         let normed: Vec<_> = stream.iter().map(|x| rms_norm(x, &norm, eps)).collect();
         let attended = attention(spec, layer as usize, &part, &normed);
-        add(&mut stream, &attended);
+        add(&mut stream, &attended, spec.multipliers.residual);
 
         let norm = part(LayerPart::FfnNorm);
         let normed: Vec<_> = stream.iter().map(|x| rms_norm(x, &norm, eps)).collect();
@@ -70,7 +71,7 @@ pub fn forward(spec: &ModelSpec, weights: &impl Weights, tokens: &[u32]) -> Forw
             }
             FfnKind::Moe => mixture(spec, weights, layer, &part, &normed, &mut out),
         };
-        add(&mut stream, &fed);
+        add(&mut stream, &fed, spec.multipliers.residual);
         if layer as usize + 1 < spec.n_layers() {
             out.hidden.extend(stream.iter().flatten());
         }
@@ -80,7 +81,7 @@ pub fn forward(spec: &ModelSpec, weights: &impl Weights, tokens: &[u32]) -> Forw
     let head = if spec.tied_head { embedding } else { backbone(BackboneTensor::Head) };
     for x in &stream {
         let x = rms_norm(x, &norm, eps);
-        out.logits.extend(product(&head, &x));
+        out.logits.extend(product(&head, &x).into_iter().map(|logit| logit * spec.multipliers.logits));
         out.hidden.extend(x);
     }
     out
@@ -294,7 +295,7 @@ fn mixture(
             let output = feed_forward(x, &matrices, None, Activation::SwiGlu);
             output.into_iter().map(|y| weight * y).collect()
         };
-        add(&mut outputs, &inputs.iter().map(shared).collect::<Vec<_>>());
+        add(&mut outputs, &inputs.iter().map(shared).collect::<Vec<_>>(), 1.0);
     }
     outputs
 }
@@ -308,7 +309,11 @@ pub fn route(spec: &ModelSpec, logits: &[f64], correction: Option<&[f64]>) -> (V
         RouterKind::Sigmoid => logits.iter().map(|&l| sigmoid(l)).collect(),
     };
     let (chosen, _) = choose(spec, logits, correction);
-    let total: f64 = if spec.moe.norm_topk { chosen.iter().map(|&e| scores[e as usize]).sum() } else { 1.0 };
+    let total: f64 = if spec.moe.norm_topk {
+        chosen.iter().map(|&e| scores[e as usize]).sum::<f64>().max(spec.moe.norm_min)
+    } else {
+        1.0
+    };
     let mut dense = vec![0.0; logits.len()];
     for &expert in &chosen {
         dense[expert as usize] = scores[expert as usize] / total * spec.moe.routed_scale;
@@ -317,14 +322,16 @@ pub fn route(spec: &ModelSpec, logits: &[f64], correction: Option<&[f64]>) -> (V
 }
 
 /// The experts that are chosen, ascending, and by how much: the least lead, of a chosen expert over the others or of a
-/// chosen group over the others. By logits, or by sigmoids if there are corrections.
+/// chosen group over the others. By scores; by logits, which are in the same order, if shares have
+/// no corrections.
 #[must_use]
 pub fn choose(spec: &ModelSpec, logits: &[f64], correction: Option<&[f64]>) -> (Vec<u32>, f64) {
     let lead = |values: &[f64], order: &[usize], k: usize| {
         order.get(k).map_or(f64::INFINITY, |&next| values[order[k - 1]] - values[next])
     };
     let mut ranked = match spec.moe.router {
-        RouterKind::Softmax => logits.to_vec(),
+        RouterKind::Softmax if correction.is_none() => logits.to_vec(),
+        RouterKind::Softmax => softmax(logits),
         RouterKind::Sigmoid => logits.iter().map(|&l| sigmoid(l)).collect(),
     };
     plus(&mut ranked, correction);
@@ -476,9 +483,9 @@ fn softmax(scores: &[f64]) -> Vec<f64> {
     raised.into_iter().map(|r| r / total).collect()
 }
 
-fn add(to: &mut [Vec<f64>], what: &[Vec<f64>]) {
+fn add(to: &mut [Vec<f64>], what: &[Vec<f64>], weight: f64) {
     for (to, what) in to.iter_mut().flatten().zip(what.iter().flatten()) {
-        *to += what;
+        *to += weight * what;
     }
 }
 

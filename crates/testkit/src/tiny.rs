@@ -12,8 +12,8 @@ use smoe_format::backbone::LayerPart as P;
 use smoe_format::half::{bf16_to_f32, f32_to_bf16, f32_to_f16};
 use smoe_format::original::checkpoint_name;
 use smoe_format::spec::{
-    Activation, AttentionSpec, FfnKind, GroupScore, GroupSpec, LatentSpec, MoeSpec, RopeScaling, RopeSpec,
-    RouterKind,
+    Activation, AttentionSpec, FfnKind, GroupScore, GroupSpec, LatentSpec, MoeSpec, Multipliers, RopeScaling,
+    RopeSpec, RouterKind,
 };
 use smoe_format::{BackboneTensor, Encoding, ExpertKey, ModelSpec, Projection};
 
@@ -103,6 +103,7 @@ impl TinyModel {
             rope: RopeSpec { theta: 1e6, ..Default::default() },
             layers: vec![FfnKind::Moe; 3],
             windows: Vec::new(),
+            multipliers: Multipliers::default(),
             moe: MoeSpec {
                 n_experts: 7,
                 top_k: 3,
@@ -151,7 +152,16 @@ impl TinyModel {
     /// A model for each piece of mathematics that a family has: those above, and others for vaults only.
     #[must_use]
     pub fn every(seed: u64) -> Vec<Self> {
-        let new = [Self::olmoe, Self::qwen2, Self::glm4, Self::gpt_oss, Self::deepseek_v2, Self::deepseek_v3];
+        let new = [
+            Self::olmoe,
+            Self::qwen2,
+            Self::glm4,
+            Self::gpt_oss,
+            Self::deepseek_v2,
+            Self::deepseek_v3,
+            Self::granite,
+            Self::ernie,
+        ];
         Self::all(seed).into_iter().chain(new.map(|model| model(seed))).collect()
     }
 
@@ -234,6 +244,27 @@ impl TinyModel {
             n_experts: 9,
             ..Self::glm4(seed).spec.moe
         };
+        Self::new(spec, seed)
+    }
+
+    /// Multipliers of embeddings, scores, residuals and logits.
+    #[must_use]
+    pub fn granite(seed: u64) -> Self {
+        let mut spec = Self::qwen3(seed).spec;
+        spec.model_type = "granitemoe".to_owned();
+        spec.attention = AttentionSpec { qk_norm: false, score_scale: 1.5, ..spec.attention };
+        spec.multipliers = Multipliers { embedding: 3.0, residual: 0.75, logits: 0.8 };
+        Self::new(spec, seed)
+    }
+
+    /// Softmax with corrections and a least divisor, neighbours rotated.
+    #[must_use]
+    pub fn ernie(seed: u64) -> Self {
+        let mut spec = Self::deepseek(seed).spec;
+        spec.model_type = "ernie4_5_moe".to_owned();
+        spec.rope = RopeSpec { theta: 1e4, interleaved: true, ..Default::default() };
+        // Some tokens' shares are below it.
+        spec.moe = MoeSpec { norm_topk: true, norm_min: 0.7, correction_bias: true, ..spec.moe };
         Self::new(spec, seed)
     }
 

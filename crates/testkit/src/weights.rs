@@ -189,7 +189,18 @@ impl Weights for CheckpointWeights {
         };
         let named = |name: &str| format!("model.layers.{layer}.{name}");
         match (self.family(), part) {
-            ("mixtral", P::Router) => widen(self.tensors.values(&named("block_sparse_moe.gate.weight"))),
+            ("mixtral" | "minimax_m2", P::Router) => {
+                widen(self.tensors.values(&named("block_sparse_moe.gate.weight")))
+            }
+            ("minimax_m2", P::Correction) => {
+                widen(self.tensors.values(&named("block_sparse_moe.e_score_correction_bias")))
+            }
+            ("ernie4_5_moe", P::Correction) => {
+                widen(self.tensors.values(&named("mlp.moe_statics.e_score_correction_bias")))
+            }
+            ("granitemoe", P::Router) => {
+                widen(self.tensors.values(&named("block_sparse_moe.router.layer.weight")))
+            }
             ("qwen2_moe", P::SharedGate | P::SharedUp | P::SharedDown) => {
                 let name = checkpoint_name(tensor).replace(".shared_experts.", ".shared_expert.");
                 widen(self.tensors.values(&name))
@@ -228,10 +239,22 @@ impl Weights for CheckpointWeights {
     fn expert(&self, key: ExpertKey, projection: Projection) -> Vec<f64> {
         let layer = key.layer;
         match self.family() {
-            "mixtral" => {
+            "mixtral" | "minimax_m2" => {
                 let w = ["w1", "w3", "w2"][projection as usize];
                 let name = format!("model.layers.{layer}.block_sparse_moe.experts.{}.{w}.weight", key.expert);
                 widen(self.tensors.values(&name))
+            }
+            "granitemoe" => {
+                let (d, f) = (self.size("hidden_size"), self.size("intermediate_size"));
+                let (name, first, (rows, cols)) = match projection {
+                    Projection::Gate => ("input_linear", 0, (f, d)),
+                    Projection::Up => ("input_linear", f, (f, d)),
+                    Projection::Down => ("output_linear", 0, (d, f)),
+                };
+                let height = if projection == Projection::Down { d } else { 2 * f };
+                let first = key.expert as usize * height + first;
+                let name = format!("model.layers.{layer}.block_sparse_moe.{name}.weight");
+                self.rearranged(&name, (rows, cols), |r, c| (first + r) * cols + c)
             }
             "gpt_oss" => {
                 let (d, f) = (self.size("hidden_size"), self.size("intermediate_size"));

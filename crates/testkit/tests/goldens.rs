@@ -3,12 +3,11 @@
 
 use smoe_format::ModelSpec;
 use smoe_testkit::{
-    CheckpointWeights, Golden, compare, compare_greedy, compare_routes, fixtures, forward, greedy,
-    shared_path, tolerance,
+    CheckpointWeights, Golden, compare, compare_greedy, compare_routes, fixtures, forward, greedy, tolerance,
 };
 
 fn meets(family: &str, spec: &ModelSpec) {
-    let Some(dir) = shared_path(&format!("fixtures/{family}")) else { return };
+    let Some(dir) = fixtures::fixture(family) else { return };
     let golden = Golden::load(&dir);
     let weights = CheckpointWeights::open(&dir);
     assert_eq!(golden.prompts.len(), 4);
@@ -82,13 +81,28 @@ fn deepseek_v3() {
     meets("deepseek_v3", &fixtures::deepseek_v3());
 }
 
+#[test]
+fn granitemoe() {
+    meets("granitemoe", &fixtures::granitemoe());
+}
+
+#[test]
+fn ernie4_5_moe() {
+    meets("ernie4_5_moe", &fixtures::ernie4_5_moe());
+}
+
+#[test]
+fn minimax_m2() {
+    meets("minimax_m2", &fixtures::minimax_m2());
+}
+
 /// The goldens tell right from nearly right: each slip moves the reference off them, and all but the epsilon
 /// (6e-4 on these weights) by more than the engine's tolerance.
 #[test]
 fn slips_of_the_spec_do_not_pass() {
     use smoe_format::spec::{Activation, GroupScore, GroupSpec, RopeScaling, RouterKind};
     type Slip = (&'static str, fn(&mut ModelSpec));
-    let slips: [(&str, ModelSpec, &[Slip]); 9] = [
+    let slips: [(&str, ModelSpec, &[Slip]); 12] = [
         (
             "qwen3_moe",
             fixtures::qwen3_moe(),
@@ -180,9 +194,42 @@ fn slips_of_the_spec_do_not_pass() {
                 ("no scale", |s| s.moe.routed_scale = 1.0),
             ],
         ),
+        (
+            "granitemoe",
+            fixtures::granitemoe(),
+            &[
+                ("embeddings as they are", |s| s.multipliers.embedding = 1.0),
+                ("residuals as they are", |s| s.multipliers.residual = 1.0),
+                ("logits as they are", |s| s.multipliers.logits = 1.0),
+                ("scores by the root of a head's width", |s| s.attention.score_scale = 1.0),
+                ("top-k not normalised", |s| s.moe.norm_topk = false),
+            ],
+        ),
+        (
+            "ernie4_5_moe",
+            fixtures::ernie4_5_moe(),
+            &[
+                ("no corrections", |s| s.moe.correction_bias = false),
+                ("top-k not normalised", |s| s.moe.norm_topk = false),
+                ("a larger least divisor", |s| s.moe.norm_min = 1.0),
+                ("halves rotated", |s| s.rope.interleaved = false),
+                ("no shared expert", |s| s.moe.d_shared = 0),
+            ],
+        ),
+        (
+            "minimax_m2",
+            fixtures::minimax_m2(),
+            &[
+                ("no corrections", |s| s.moe.correction_bias = false),
+                ("no QK-norm", |s| s.attention.qk_norm = false),
+                ("all of a head rotated", |s| s.rope.dim = None),
+                ("neighbours rotated", |s| s.rope.interleaved = true),
+                ("top-k not normalised", |s| s.moe.norm_topk = false),
+            ],
+        ),
     ];
     for (family, right, slips) in slips {
-        let Some(dir) = shared_path(&format!("fixtures/{family}")) else { return };
+        let Some(dir) = fixtures::fixture(family) else { return };
         let golden = Golden::load(&dir);
         let weights = CheckpointWeights::open(&dir);
         for (what, slip) in slips {

@@ -214,7 +214,7 @@ fn the_originals_files_hold_the_codes_of_the_checkpoint() {
     });
     println!("weights of the original and of our vault: off by {off:.1e} of a scale at most");
 
-    let Some(golden) = Golden::shared("qwen3_moe") else { return };
+    let Some(golden) = Golden::of("qwen3_moe") else { return };
     let mut fidelity = Fidelity::default();
     for prompt in &golden.prompts {
         let p = forward(&spec, &original, &prompt.tokens);

@@ -158,6 +158,22 @@ impl Context {
         }
     }
 
+    /// What a part of a layer adds to the hidden states, row by row: `hidden += multiplier * y`, rounded once, so that a
+    /// multiplier of one changes no bit.
+    fn add_residual(&self, hidden: &mut [f32], y: &[f32]) {
+        let (d, w) = (self.spec.d_model, self.spec.multipliers.residual as f32);
+        self.pool.chunks_mut(hidden, d, &|t, row| {
+            self.kernels.scale_add(row, &y[t * d..(t + 1) * d], w);
+        });
+    }
+
+    /// `x *= by`, if that changes anything.
+    fn multiply_by(&self, x: &mut [f32], by: f64) {
+        if by != 1.0 {
+            self.kernels.scale_in_place(x, by as f32);
+        }
+    }
+
     /// `x += y`, row by row.
     fn add(&self, x: &mut [f32], y: &[f32]) {
         let d = self.spec.d_model;
@@ -639,6 +655,7 @@ impl Backend for CpuBackend {
         for (out, &token) in hidden.chunks_exact_mut(context.spec.d_model).zip(tokens) {
             let row = token as usize;
             context.kernels.decode_rows(&embed, row..row + 1, out);
+            context.multiply_by(out, context.spec.multipliers.embedding);
         }
         Ok(())
     }
@@ -656,14 +673,14 @@ impl Backend for CpuBackend {
             context.multiply(&weights.o, mixed, rows.len(), delta);
             let delta = &mut delta[..hidden.len()];
             context.add_bias(delta, weights.o_bias.as_deref());
-            context.add(hidden, delta);
+            context.add_residual(hidden, delta);
         }
         self.hidden = hidden;
         Ok(())
     }
 
     fn dense(&mut self, layer: usize) -> Result<(), EngineError> {
-        self.swiglu(layer, false, &mut |context, _, hidden, delta| context.add(hidden, delta));
+        self.swiglu(layer, false, &mut |context, _, hidden, delta| context.add_residual(hidden, delta));
         Ok(())
     }
 
@@ -746,7 +763,7 @@ impl Backend for CpuBackend {
         } else if resident_ffn(&context.weights, layer, true).is_some() {
             context.add(sum, shared);
         }
-        context.add(&mut hidden[..*tokens * d], sum);
+        context.add_residual(&mut hidden[..*tokens * d], sum);
         Ok(())
     }
 
@@ -760,7 +777,9 @@ impl Backend for CpuBackend {
             context.kernels.rms_norm(hidden, &context.weights.final_norm, context.spec.rms_norm_eps, row);
         }
         context.multiply(&context.weights.head, head_input, tokens.len(), logits);
-        Ok(&logits[..tokens.len() * context.spec.vocab_size])
+        let logits = &mut logits[..tokens.len() * context.spec.vocab_size];
+        context.multiply_by(logits, context.spec.multipliers.logits);
+        Ok(logits)
     }
 
     fn hidden(&mut self) -> Result<&[f32], EngineError> {

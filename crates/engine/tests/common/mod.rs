@@ -9,16 +9,16 @@ use std::sync::atomic::AtomicBool;
 use smoe_engine::plan::{PlanRequest, RingSize};
 use smoe_engine::{Control, Engine, EngineOptions, Limits, Observer, Sampler, Sampling, Vault};
 use smoe_sculpt::{BackboneBits, Progress, Settings, sculpt};
-use smoe_testkit::shared_path;
+use smoe_testkit::fixtures::fixture;
 use tempfile::TempDir;
 
 struct Quiet;
 
 impl Progress for Quiet {}
 
-/// Sculpts a shared fixture; `None` (said aloud) where the fixtures are not at hand.
+/// Sculpts a fixture; `None` (said aloud) where the fixtures are not at hand.
 pub fn sculpted(family: &str, bits: u8, backbone: BackboneBits) -> Option<(TempDir, Vault)> {
-    let checkpoint = shared_path(&format!("fixtures/{family}"))?;
+    let checkpoint = fixture(family)?;
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("vault");
     let settings = Settings { bits, backbone, ..Settings::default() };

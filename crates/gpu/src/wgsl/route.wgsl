@@ -4,7 +4,7 @@
 // Everything is exact: the sum of a softmax follows the CPU's sixteen lanes and their tree, and an expert's rank is
 // the number of those that come before it, so that no order of threads matters.
 //
-// Needs: norm_float.wgsl, const EXPERTS, TOP_K, TOKENS, SIGMOID, NORM, GROUPS (of which TOP_GROUPS are chosen; 1
+// Needs: norm_float.wgsl, const EXPERTS, TOP_K, TOKENS, SIGMOID, NORM (by no less than NORM_MIN), GROUPS (of which TOP_GROUPS are chosen; 1
 // if there are none), TOP_GROUPS, BEST_TWO, LISTED (the work list is made too), HALTS (word HALT of the weights stops
 // it, and becomes p.number where experts are missing); the buffers logits (f32), ids (u32),
 // weights (f32), and, if LISTED, slots (u32), work (u32), pairs (u32); fn bias_of(expert), correction_of(expert),
@@ -149,7 +149,7 @@ fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) l
         }
         var weight = scores[token * EXPERTS + expert];
         if (NORM) {
-            weight = divide(weight, divisor);
+            weight = divide(weight, select(divisor, NORM_MIN, divisor < NORM_MIN));
         }
         let pair = token * TOP_K + before;
         if (goes_on) {

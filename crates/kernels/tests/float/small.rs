@@ -34,7 +34,7 @@ fn rms_norm_is_near_f64_and_the_same_in_place() {
 }
 
 #[test]
-fn sums_of_vectors() {
+fn sums_and_multiples_of_vectors() {
     let mut numbers = Numbers(10);
     for n in lengths() {
         let (a, b) = (numbers.any(n), numbers.any(n));
@@ -51,6 +51,12 @@ fn sums_of_vectors() {
         });
         let expected: Vec<f32> = a.iter().zip(&b).map(|(a, b)| 0.37f32.mul_add(*b, *a)).collect();
         assert_eq!(bits(&fused), bits(&expected));
+        let multiple = same_bits("scale_in_place", |k| {
+            let mut x = a.clone();
+            k.scale_in_place(&mut x, 0.37);
+            x
+        });
+        assert_eq!(bits(&multiple), bits(&a.iter().map(|a| 0.37 * a).collect::<Vec<_>>()));
     }
 }
 

@@ -1,5 +1,5 @@
 //! Tensors that hold several of the model's: the experts of a layer on top of each other, gate and up
-//! interleaved, keys and values apart.
+//! interleaved or in one, keys and values apart.
 //!
 //! Each part gets the name that it has in checkpoints of one tensor per matrix, so that a family needs to know
 //! those only: `model.layers.N.mlp.experts.E.gate_proj.weight`, and `model.layers.N.mlp.experts.gate_proj.bias`
@@ -25,6 +25,11 @@ pub(crate) fn split(
 ) -> bool {
     if let Some((experts, rest)) = name.split_once(".mlp.experts.") {
         return gpt_oss(&format!("{experts}.mlp.experts"), rest, tensor, raw, tensors);
+    }
+    if let Some((module, rest)) = name.split_once(".block_sparse_moe.")
+        && granite(&format!("{module}.block_sparse_moe"), rest, tensor, tensors)
+    {
+        return true;
     }
     if let Some((module, rest)) = name.split_once(".switch_mlp.") {
         return mlx(module, rest, tensor, raw, packing, tensors);
@@ -95,6 +100,34 @@ fn gpt_oss(
     }
 }
 
+/// Granite's stacks: outputs before inputs, of `input_linear` first those of all gates, then those of up.
+fn granite(module: &str, rest: &str, tensor: &Raw, tensors: &mut HashMap<String, Stored>) -> bool {
+    let projections: &[&str] = match rest {
+        "input_linear.weight" => &["w1", "w3"],
+        "output_linear.weight" => &["w2"],
+        _ => return false,
+    };
+    let &[n, height, cols] = tensor.shape.as_slice() else { return false };
+    if !height.is_multiple_of(projections.len()) {
+        return false;
+    }
+    let rows = height / projections.len();
+    for expert in 0..n {
+        for (i, projection) in projections.iter().enumerate() {
+            let first = (expert * projections.len() + i) * rows;
+            let name = format!("{module}.experts.{expert}.{projection}.weight");
+            tensors.insert(name, float_stored(&slice(tensor, first, rows, cols)));
+        }
+    }
+    true
+}
+
+/// Rows of a stack of matrices, as a tensor.
+fn slice(tensor: &Raw, first: usize, rows: usize, cols: usize) -> Raw {
+    let offset = tensor.offset + (first * cols * tensor.dtype.bitsize() / 8) as u64;
+    Raw { shape: vec![rows, cols], offset, ..tensor.clone() }
+}
+
 /// MLX's stacks: outputs before inputs, packed or not.
 fn mlx(
     module: &str,
@@ -138,10 +171,7 @@ fn mlx(
         }
         ("weight", _, &[n, rows, cols]) => {
             for expert in 0..n {
-                let mut one = tensor.clone();
-                one.shape = vec![rows, cols];
-                one.offset += (expert * rows * cols * tensor.dtype.bitsize() / 8) as u64;
-                tensors.insert(name(expert), float_stored(&one));
+                tensors.insert(name(expert), float_stored(&slice(tensor, expert * rows, rows, cols)));
             }
             true
         }
@@ -297,6 +327,39 @@ mod tests {
         }
         let wanted: Vec<f32> = (0..cols).flat_map(|r| (0..f).map(move |c| number(1, 2, r, c))).collect();
         assert_eq!(rows(&checkpoint, &format!("{at}.1.down_proj.weight"), [cols, f], 0..cols), wanted);
+    }
+
+    #[test]
+    fn granites_gates_lie_before_what_they_open() {
+        let dir = tempfile::tempdir().expect("dir");
+        let (n, d, f) = (3, 5, 2);
+        let bytes = |first: usize, len: usize| -> Vec<u8> {
+            (first..first + len).flat_map(|v| f32_to_bf16(v as f32).to_le_bytes()).collect()
+        };
+        let at = "model.layers.4.block_sparse_moe";
+        write(
+            dir.path(),
+            &json!({}),
+            &[
+                (&format!("{at}.input_linear.weight"), "BF16", &[n, 2 * f, d], bytes(0, n * 2 * f * d)),
+                (&format!("{at}.output_linear.weight"), "BF16", &[n, d, f], bytes(100, n * d * f)),
+                (&format!("{at}.router.layer.weight"), "BF16", &[n, d], bytes(200, n * d)),
+            ],
+        );
+        let checkpoint = Checkpoint::open(dir.path()).expect("opened");
+        for e in 0..n {
+            for (name, rows_of, cols, first) in [
+                ("w1", f, d, e * 2 * f * d),
+                ("w3", f, d, (e * 2 + 1) * f * d),
+                ("w2", d, f, 100 + e * d * f),
+            ] {
+                let name = format!("{at}.experts.{e}.{name}.weight");
+                let wanted: Vec<f32> = (first..first + rows_of * cols).map(|v| v as f32).collect();
+                assert_eq!(rows(&checkpoint, &name, [rows_of, cols], 0..rows_of), wanted, "{name}");
+            }
+        }
+        let router = format!("{at}.router.layer.weight");
+        assert_eq!(rows(&checkpoint, &router, [n, d], 0..1), [200.0, 201.0, 202.0, 203.0, 204.0]);
     }
 
     #[test]

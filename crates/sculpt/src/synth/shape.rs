@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use smoe_format::ModelSpec;
-use smoe_format::spec::{AttentionSpec, FfnKind, MoeSpec, RopeSpec, RouterKind};
+use smoe_format::spec::{AttentionSpec, FfnKind, MoeSpec, Multipliers, RopeSpec, RouterKind};
 
 use crate::config::spec_from_config;
 use crate::error::{SculptError, Warning};
@@ -281,6 +281,7 @@ impl Published {
             rope: RopeSpec { theta: self.theta, ..Default::default() },
             layers: layers.collect(),
             windows: Vec::new(),
+            multipliers: Multipliers::default(),
             moe: MoeSpec {
                 n_experts,
                 top_k,
