@@ -10,15 +10,25 @@ use crate::args::SculptArgs;
 use crate::failure::Failure;
 use crate::{interrupt, progress};
 
+/// Hundredths of a bit of a weight that entropy-coded experts take: as 3-bit codes in groups of 64, at a quarter of their
+/// KL (EXP-QUANT-10).
+const BPW: u16 = 325;
+
 /// Runs the command.
 pub fn sculpt(args: &SculptArgs) -> Result<(), Failure> {
     let usual = if args.lossless { (16, BackboneBits::Bf16) } else { (4, BackboneBits::Q8) };
+    let bpw = args.bpw.or_else(|| {
+        let decided = args.bits.is_some() || args.lossless || !args.entropy;
+        (!decided && !is_coded(&args.checkpoint)).then_some(BPW)
+    });
     let settings = Settings {
         bits: args.bits.unwrap_or(usual.0),
-        group: args.group,
+        group: args.group.unwrap_or(if bpw.is_some() { 128 } else { 64 }),
+        entropy: args.entropy,
+        bpw,
         backbone: args.backbone.unwrap_or(usual.1),
         // Who names bits wants those, not the codes that a checkpoint has. Its own numbers are its codes.
-        keep_experts: args.bits.is_none_or(|bits| bits == 16),
+        keep_experts: args.bits.is_none_or(|bits| bits == 16) && bpw.is_none(),
         keep_backbone: args.backbone.is_none_or(|bits| bits == BackboneBits::Bf16),
         lossless: args.lossless,
         tokenizer: args.tokenizer.clone(),
@@ -68,6 +78,11 @@ pub fn sculpt(args: &SculptArgs) -> Result<(), Failure> {
         measure_error(args, vault)?;
     }
     Ok(())
+}
+
+/// True if the checkpoint has codes of its own; whatever is wrong with it is for the sculpt to say.
+fn is_coded(checkpoint: &Path) -> bool {
+    Checkpoint::open(checkpoint).is_ok_and(|checkpoint| checkpoint.is_coded())
 }
 
 /// A cancelled sculpt has said what is kept; it is no error of its own.

@@ -28,6 +28,8 @@ pub const RECORD_HEAD_BYTES: usize = 64;
 const INDEX_BYTES: usize = 8;
 /// Bytes of a patch: the place of a code in 18 bits, and the code in 4.
 const PATCH_BYTES: usize = 3;
+/// Bytes of an exception: the place of a scale or minimum among those of all tiles, and its f16.
+const EXCEPTION_BYTES: usize = 6;
 /// Codes rarer than this are patched: a state for one costs every other code log2(128 / 127) bits, a patch 24.
 const RARE: f64 = 0.0113 / 24.0;
 
@@ -36,7 +38,7 @@ const RARE: f64 = 0.0113 / 24.0;
 enum Form {
     /// As it is in a slot.
     Plain,
-    /// Coded; the scales (and minima) of a block of 32 rows once, for all groups.
+    /// Coded; the scales (and minima) of a block of 32 rows once, for all groups but those that are exceptions.
     RowScales,
     /// Coded; the scales (and minima) of every tile.
     TileScales,
@@ -114,17 +116,14 @@ fn encode_tensor(tensor: &[u8], uniform: Uniform, groups: usize, out: &mut Vec<u
         near.min_by_key(|&other| (i16::from(other) - s as i16).abs()).unwrap_or(0)
     });
 
-    let mut row_blocks = tensor.chunks_exact(groups * tile_bytes);
-    let tail = |tile: usize| &tensor[tile * tile_bytes + code_bytes..][..tile_bytes - code_bytes];
     let tiles = tensor.len() / tile_bytes;
-    let shared = row_blocks.all(|block| {
-        let first = &block[code_bytes..tile_bytes];
-        block.chunks_exact(tile_bytes).all(|tile| tile[code_bytes..] == *first)
-    });
-    let form = if shared { Form::RowScales } else { Form::TileScales };
+    let tails = Tails::new(tensor, uniform, groups);
+    let row_bytes = tails.rows.len() + tails.exceptions.len();
+    let form = if row_bytes < tiles * (tile_bytes - code_bytes) { Form::RowScales } else { Form::TileScales };
     out.put(&table.to_bytes());
-    for tile in (0..tiles).step_by(if shared { groups } else { 1 }) {
-        out.put(tail(tile));
+    match form {
+        Form::RowScales => out.put(&tails.rows),
+        _ => tensor.chunks_exact(tile_bytes).for_each(|tile| out.put(&tile[code_bytes..])),
     }
     let index = out.len();
     let per_block = block_tiles(uniform);
@@ -152,7 +151,41 @@ fn encode_tensor(tensor: &[u8], uniform: Uniform, groups: usize, out: &mut Vec<u
             out[index + b * INDEX_BYTES + 4 * i..][..4].copy_from_slice(&word.to_le_bytes());
         }
     }
+    if form == Form::RowScales {
+        out.put(&tails.exceptions);
+    }
     form
+}
+
+/// What follows the codes of tiles: for each block of 32 rows what most of its tiles have, and the others.
+struct Tails {
+    rows: Vec<u8>,
+    exceptions: Vec<u8>,
+}
+
+impl Tails {
+    fn new(tensor: &[u8], uniform: Uniform, groups: usize) -> Self {
+        let (tile_bytes, code_bytes) = (uniform.tile_bytes(), uniform.code_bytes());
+        let halves = (tile_bytes - code_bytes) / 2;
+        let (mut rows, mut exceptions, mut sorted) = (Vec::new(), Vec::new(), Vec::with_capacity(groups));
+        for (b, block) in tensor.chunks_exact(groups * tile_bytes).enumerate() {
+            for half in 0..halves {
+                let at = code_bytes + 2 * half;
+                let values = || block.chunks_exact(tile_bytes).map(|tile| [tile[at], tile[at + 1]]);
+                sorted.clear();
+                sorted.extend(values());
+                sorted.sort_unstable();
+                let usual = sorted.chunk_by(|a, b| a == b).max_by_key(|equal| equal.len());
+                let usual = usual.map_or([0; 2], |equal| equal[0]);
+                rows.put(&usual);
+                for (g, value) in values().enumerate().filter(|(_, value)| *value != usual) {
+                    exceptions.put_u32(((b * groups + g) * halves + half) as u32);
+                    exceptions.put(&value);
+                }
+            }
+        }
+        Self { rows, exceptions }
+    }
 }
 
 /// Decodes a record into a slot.
@@ -273,7 +306,17 @@ fn decode_tensor(
             *byte = *byte & !(15 << shift) | code << shift;
         }
     }
-    if rest.is_empty() { Ok(()) } else { Err("its part is too long") }
+    let (exceptions, left) = rest.as_chunks::<EXCEPTION_BYTES>();
+    if !left.is_empty() || !(shared || exceptions.is_empty()) {
+        return Err("its part is too long");
+    }
+    for exception in exceptions {
+        let place = word(exception) as usize;
+        let tile = tensor.chunks_exact_mut(tile_bytes).nth(place / (tail_bytes / 2));
+        let tile = tile.ok_or("an exception is of no tile")?;
+        tile[code_bytes + place % (tail_bytes / 2) * 2..][..2].copy_from_slice(&exception[4..]);
+    }
+    Ok(())
 }
 
 /// The number in the first four bytes.

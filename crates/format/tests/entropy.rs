@@ -41,6 +41,7 @@ impl Random {
 }
 
 /// A record whose codes are normal with deviation `sigma` (in codes), with scales by row or by tile.
+/// If by row, with some exceptions.
 fn record(layer: &LayerTable, sigma: f64, by_row: bool, random: &mut Random) -> Vec<u8> {
     let mut tiles = vec![0; layer.record_len];
     for t in &layer.tensors {
@@ -59,6 +60,9 @@ fn record(layer: &LayerTable, sigma: f64, by_row: bool, random: &mut Random) -> 
                 tail = (0..rest.len()).map(|_| random.next() as u8).collect();
             }
             rest.copy_from_slice(&tail);
+            if random.next().is_multiple_of(5) {
+                rest[random.next() as usize % 64] ^= random.next() as u8;
+            }
         }
     }
     tiles

@@ -89,7 +89,7 @@ fn seconds(
     records: &[(Vec<u8>, usize)],
     layer: &LayerTable,
     threads: usize,
-    work: &(dyn Fn(&[u8], usize, &mut [u8]) + Sync),
+    work: &(impl Fn(&[u8], usize, &mut [u8]) + Sync),
 ) -> f64 {
     let share = RECORDS / threads;
     let mut slots = vec![vec![0u8; layer.record_len]; RECORDS];

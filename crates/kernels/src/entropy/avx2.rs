@@ -48,7 +48,7 @@ pub(super) fn decode(block: &mut Block<'_>) -> bool {
         for out in tile[..block.code_bytes].as_chunks_mut::<STEP_BYTES>().0 {
             for (part, out) in out.as_chunks_mut::<32>().0.iter_mut().enumerate() {
                 let mut emitted = [_mm256_setzero_si256(); 2];
-                for half in 0..2 {
+                for (half, emitted) in emitted.iter_mut().enumerate() {
                     // Chain 2 * (part / 2) + half, and of that the lower or the upper four streams.
                     let quarter = 4 * (part / 2) + 2 * half + part % 2;
                     let mut state = states[quarter];
@@ -61,7 +61,7 @@ pub(super) fn decode(block: &mut Block<'_>) -> bool {
                         looked_up = _mm256_xor_si256(looked_up, part_of(&codes, k, state));
                         base = _mm256_xor_si256(base, part_of(&bases, k, state));
                     }
-                    emitted[half] = _mm256_and_si256(looked_up, low_half);
+                    *emitted = _mm256_and_si256(looked_up, low_half);
                     let wanted = _mm256_and_si256(_mm256_srli_epi16::<4>(looked_up), low_half);
                     let mask = _mm256_shuffle_epi8(masks, wanted);
                     let lanes = [

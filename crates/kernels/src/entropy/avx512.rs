@@ -54,7 +54,7 @@ pub(super) fn decode(block: &mut Block<'_>) -> bool {
         for out in tile[..block.code_bytes].as_chunks_mut::<STEP_BYTES>().0 {
             for (pair, out) in out.as_chunks_mut::<64>().0.iter_mut().enumerate() {
                 let mut emitted = [_mm512_setzero_si512(); 2];
-                for half in 0..2 {
+                for (half, emitted) in emitted.iter_mut().enumerate() {
                     let chain = 2 * pair + half;
                     let (state, position) = (states[chain], positions[chain]);
                     // SAFETY: a stream starts within `bytes` and advances at most 56 bits a step; the block has
@@ -63,7 +63,7 @@ pub(super) fn decode(block: &mut Block<'_>) -> bool {
                     // At most 7 bits of misalignment and 8 x 7 of content: a window is enough.
                     let window = _mm512_srlv_epi64(window, _mm512_and_si512(position, misaligned));
                     let looked_up = look_up(codes[half], state);
-                    emitted[half] = looked_up;
+                    *emitted = looked_up;
                     let wanted = if half == 0 { _mm512_srli_epi16::<4>(looked_up) } else { looked_up };
                     let wanted = _mm512_and_si512(wanted, low_half);
                     // Sums of the bits wanted by the states up to and with this one, eight by eight.
