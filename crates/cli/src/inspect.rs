@@ -27,12 +27,9 @@ pub fn inspect(args: &InspectArgs) -> Result<(), Failure> {
 fn facts(vault: &Vault) -> Result<Value, Failure> {
     let experts = &vault.experts;
     let expert_bytes: u64 = experts.records.iter().map(|r| r.len).sum();
-    let used: u64 = experts
-        .records
-        .iter()
-        .filter_map(|r| experts.table(r.key.layer))
-        .map(|table| table.used_bytes() as u64)
-        .sum();
+    let used: u64 = experts.records.iter().map(|r| r.used).sum();
+    let slots = experts.records.iter().filter_map(|r| experts.table(r.key.layer));
+    let slot_bytes: u64 = slots.map(|table| table.record_len as u64).sum();
     let weights: u64 = experts
         .layers
         .iter()
@@ -71,6 +68,9 @@ fn facts(vault: &Vault) -> Result<Value, Failure> {
         "record_bytes": expert_bytes,
         "padding_bytes": expert_bytes.saturating_sub(used),
         "expert_weights": weights,
+        "entropy_coded": experts.coded,
+        "bits_per_expert_weight_unpadded": used as f64 * 8.0 / weights.max(1) as f64,
+        "slot_bytes_of_all_experts": slot_bytes,
         "bits_per_expert_weight": expert_bytes as f64 * 8.0 / weights.max(1) as f64,
         "backbone_bytes": vault.backbone.file_len,
         "backbone_bytes_by_encoding": backbone,
@@ -141,11 +141,25 @@ fn print_facts(vault: &Vault, facts: &Value) -> Result<(), Failure> {
         100.0 * number("padding_bytes") as f64 / number("record_bytes").max(1) as f64,
         facts["bits_per_expert_weight"].as_f64().unwrap_or(0.0)
     );
+    if vault.experts.coded {
+        let coded = 1.0 - number("record_bytes") as f64 / number("slot_bytes_of_all_experts").max(1) as f64;
+        say!(
+            "           entropy-coded: {:.2} bits a weight without padding, {} in slots ({:.0} % less to read)",
+            facts["bits_per_expert_weight_unpadded"].as_f64().unwrap_or(0.0),
+            Bytes(number("slot_bytes_of_all_experts")),
+            100.0 * coded
+        );
+    }
     let mut last = String::new();
     for table in &vault.experts.layers {
         let kinds = Projection::ALL.iter().zip(&table.tensors);
         let kinds: Vec<String> = kinds.map(|(p, t)| format!("{} {}", p.name(), t.encoding)).collect();
-        let line = format!("{}, {} a record", kinds.join(", "), Bytes(table.record_len as u64));
+        let line = format!(
+            "{}, {} a {}",
+            kinds.join(", "),
+            Bytes(table.record_len as u64),
+            if vault.experts.coded { "slot" } else { "record" }
+        );
         if line != last {
             say!("  from layer {}: {line}", table.layer);
         }

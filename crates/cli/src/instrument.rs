@@ -174,6 +174,8 @@ impl Reading {
             "demand_misses": store.demand_misses,
             "disk_bytes": store.disk_bytes,
             "disk_bytes_per_token": decode.per_step(store.disk_bytes),
+            "slot_bytes_decoded_per_token": decode.per_step(store.decoded_bytes),
+            "entropy_decode_ms_per_token": decode.per_step(store.decode_ns).map(|ns| ns / 1e6),
             "hits_per_token": decode.per_step(store.demand_hits),
             "misses_per_token": decode.per_step(store.demand_misses),
             "evictions_per_token": decode.per_step(store.evictions),

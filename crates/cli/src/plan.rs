@@ -1,13 +1,21 @@
 //! `smoe plan`: what a vault will hold in memory.
 
-use serde_json::json;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use smoe_engine::ceiling::{self, EntropyCeiling};
 use smoe_engine::memory::MemoryFacts;
-use smoe_engine::plan::Bytes;
-use smoe_engine::plan_vault;
+use smoe_engine::plan::{Bytes, Plan};
+use smoe_engine::{DirectIo, OpenMode, Vault, plan_vault};
+use smoe_store::{Disk as _, FileDisk};
 
 use crate::args::PlanArgs;
 use crate::failure::Failure;
 use crate::model;
+
+/// The disk is read so long, with so many reads in flight, to say whether decoding keeps up with it.
+const DISK_TIME: Duration = Duration::from_millis(200);
+const DEPTH: usize = 4;
 
 /// Runs the command.
 pub fn plan(args: &PlanArgs) -> Result<(), Failure> {
@@ -17,8 +25,10 @@ pub fn plan(args: &PlanArgs) -> Result<(), Failure> {
     request.reserved = model::text_bytes(&vault);
     model::warn_of_memory(&request);
     let plan = plan_vault(&vault, &request, &facts)?;
+    let decoding = Decoding::measure(&vault, &plan)?;
     if args.json {
         let json = json!({
+            "entropy_decoding": decoding.as_ref().map(Decoding::json),
             "physical_bytes": facts.physical,
             "cgroup_limit_bytes": facts.cgroup_limit,
             "available_bytes": facts.available,
@@ -68,8 +78,93 @@ pub fn plan(args: &PlanArgs) -> Result<(), Failure> {
     );
     row("ring", plan.ring_bytes(), ring)?;
     row("in all", plan.total_bytes(), format!("the least is {}", Bytes(plan.floor_bytes())))?;
+    if let Some(decoding) = &decoding {
+        decoding.print(&plan)?;
+    }
     if plan.holds_all() {
         say!("the ring holds every expert: after loading, nothing is read from disk");
     }
     Ok(())
+}
+
+/// Whether decoding entropy-coded records keeps up with the disk, both measured.
+struct Decoding {
+    ceiling: EntropyCeiling,
+    /// Of all records: bytes on disk, and codes.
+    record_bytes: u64,
+    codes: u64,
+    disk_bytes_per_s: f64,
+    disk_is_direct: bool,
+}
+
+impl Decoding {
+    /// None if records are used as they lie on disk.
+    fn measure(vault: &Vault, plan: &Plan) -> Result<Option<Self>, Failure> {
+        let experts = &vault.experts;
+        if !experts.coded {
+            return Ok(None);
+        }
+        let kernels = smoe_engine::kernels(std::env::var("SMOE_KERNELS").ok().as_deref())?;
+        let disk = FileDisk::open(&vault.experts_path, OpenMode::Auto)?;
+        let read_bytes = experts.longest_record() as usize;
+        let disk_bytes_per_s = ceiling::disk_at(&disk, read_bytes, DEPTH, DISK_TIME, 7)?;
+        let weights = |layer: u32| {
+            let tensors = experts.table(layer).map_or(&[][..], |table| &table.tensors);
+            tensors.iter().map(|t| (t.rows * t.cols) as u64).sum::<u64>()
+        };
+        Ok(Some(Self {
+            ceiling: ceiling::entropy_decoding(kernels, plan.threads),
+            record_bytes: experts.records.iter().map(|record| record.len).sum(),
+            codes: experts.records.iter().map(|record| weights(record.key.layer)).sum(),
+            disk_bytes_per_s,
+            disk_is_direct: matches!(disk.direct(), DirectIo::Yes { .. }),
+        }))
+    }
+
+    /// Bytes of records that a thread decodes a second.
+    fn bytes_per_s(&self) -> f64 {
+        self.ceiling.codes_per_s * self.record_bytes as f64 / self.codes.max(1) as f64
+    }
+
+    /// Threads that keep up with the disk.
+    fn threads_needed(&self) -> f64 {
+        self.disk_bytes_per_s / self.bytes_per_s()
+    }
+
+    fn keeps_up(&self) -> bool {
+        self.threads_needed() <= self.ceiling.threads as f64
+    }
+
+    fn json(&self) -> Value {
+        json!({
+            "decoder": self.ceiling.decoder,
+            "codes_per_s_a_thread": self.ceiling.codes_per_s,
+            "record_bytes_per_s_a_thread": self.bytes_per_s(),
+            "disk_bytes_per_s": self.disk_bytes_per_s,
+            "disk_is_direct": self.disk_is_direct,
+            "threads_needed": self.threads_needed(),
+            "keeps_up": self.keeps_up(),
+        })
+    }
+
+    fn print(&self, plan: &Plan) -> Result<(), Failure> {
+        let cached = if self.disk_is_direct { "" } else { ", its cache in between" };
+        say!(
+            "decoding     {:.1} G codes/s a thread ({}), {:.2} GB/s of records; the disk brings {:.2} GB/s{cached}: {:.2} \
+             threads of {} keep up",
+            self.ceiling.codes_per_s / 1e9,
+            self.ceiling.decoder,
+            self.bytes_per_s() / 1e9,
+            self.disk_bytes_per_s / 1e9,
+            self.threads_needed(),
+            self.ceiling.threads
+        );
+        if !self.keeps_up() && !plan.holds_all() {
+            say!(
+                "decoding would not keep up with this disk: with these threads a vault made without --entropy is \
+                 faster here"
+            );
+        }
+        Ok(())
+    }
 }

@@ -17,6 +17,11 @@ const EXAMPLES: usize = 12;
 
 /// Runs the command.
 pub fn pull(args: &PullArgs) -> Result<(), Failure> {
+    if args.how.entropy {
+        // Records of varying length lie in their order, and files arrive in theirs.
+        let what = "--entropy needs the whole checkpoint: download it and use smoe sculpt";
+        return Err(Failure::Usage(what.to_owned()));
+    }
     let name = args.repo.rsplit('/').next().unwrap_or_default();
     let vault = args.vault.clone().unwrap_or_else(|| PathBuf::from(name));
     let dir = arrivals(&vault)?;
@@ -37,7 +42,7 @@ pub fn pull(args: &PullArgs) -> Result<(), Failure> {
     spinner.finish_and_clear();
     let (pull, checkpoint) = found?;
 
-    let (settings, flag) = (args.how.settings(), interrupt::flag());
+    let (settings, flag) = (args.how.settings(false), interrupt::flag());
     if args.how.dry_run {
         let dry = smoe_sculpt::dry_run_of(&checkpoint, &pull, Some(&vault), &settings, flag);
         if !begun {

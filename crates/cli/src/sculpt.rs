@@ -10,16 +10,25 @@ use crate::args::{SculptArgs, SculptHow};
 use crate::failure::Failure;
 use crate::{interrupt, progress};
 
+/// Hundredths of a bit of a weight that entropy-coded experts take: near the errors of 4-bit codes, EXP-QUANT-10.
+const BPW: u16 = 325;
+
 impl SculptHow {
-    /// The settings that are meant.
-    pub fn settings(&self) -> Settings {
+    /// The settings that are meant for a checkpoint that has codes of its own, or for one that has not.
+    pub fn settings(&self, is_coded: bool) -> Settings {
         let usual = if self.lossless { (16, BackboneBits::Bf16) } else { (4, BackboneBits::Q8) };
+        let bpw = self.bpw.or_else(|| {
+            let decided = self.bits.is_some() || self.lossless || !self.entropy;
+            (!decided && !is_coded).then_some(BPW)
+        });
         Settings {
             bits: self.bits.unwrap_or(usual.0),
-            group: self.group,
+            group: self.group.unwrap_or(if bpw.is_some() { 128 } else { 64 }),
+            entropy: self.entropy,
+            bpw,
             backbone: self.backbone.unwrap_or(usual.1),
             // Who names bits wants those, not the codes that a checkpoint has. Its own numbers are its codes.
-            keep_experts: self.bits.is_none_or(|bits| bits == 16),
+            keep_experts: self.bits.is_none_or(|bits| bits == 16) && bpw.is_none(),
             keep_backbone: self.backbone.is_none_or(|bits| bits == BackboneBits::Bf16),
             lossless: self.lossless,
             tokenizer: self.tokenizer.clone(),
@@ -33,7 +42,7 @@ impl SculptHow {
 
 /// Runs the command.
 pub fn sculpt(args: &SculptArgs) -> Result<(), Failure> {
-    let settings = args.how.settings();
+    let settings = args.how.settings(is_coded(&args.checkpoint));
     let flag = interrupt::flag();
     if args.how.dry_run {
         let dry = smoe_sculpt::dry_run(&args.checkpoint, args.vault.as_deref(), &settings, flag)?;
@@ -75,6 +84,11 @@ pub fn sculpt(args: &SculptArgs) -> Result<(), Failure> {
         measure_error(args, vault)?;
     }
     Ok(())
+}
+
+/// True if the checkpoint has codes of its own; whatever is wrong with it is for the sculpt to say.
+fn is_coded(checkpoint: &Path) -> bool {
+    Checkpoint::open(checkpoint).is_ok_and(|checkpoint| checkpoint.is_coded())
 }
 
 /// A cancelled sculpt has said what is kept; it is no error of its own.

@@ -218,6 +218,55 @@ fn damage_is_named_and_never_answered() {
 }
 
 #[test]
+fn entropy_coded_experts_are_made_described_checked_and_answer() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
+    let (checkpoint, vault) = (path("checkpoint"), path("vault"));
+    std::fs::create_dir(&checkpoint).unwrap();
+    let mut spec = TinyModel::qwen3(8).spec;
+    (spec.d_model, spec.moe.d_expert) = (256, 128);
+    TinyModel::new(spec, 8).write_checkpoint(Path::new(&checkpoint), CheckpointOptions::default());
+    let sculpt = ["sculpt", &checkpoint, &vault, "--entropy", "--bpw", "2.5", "--validate"];
+    let made = smoe(&sculpt);
+    stdout(&made);
+    assert!(text(&made.stderr).contains("valid: every code and scale"), "{}", text(&made.stderr));
+    stdout(&smoe(&["verify", &vault]));
+    let json = |args: &[&str]| serde_json::from_str::<serde_json::Value>(&stdout(&smoe(args))).unwrap();
+    let facts = json(&["inspect", &vault, "--json"]);
+    assert_eq!(facts["entropy_coded"], true);
+    let bits = facts["bits_per_expert_weight_unpadded"].as_f64().unwrap();
+    assert!((2.4..=2.52).contains(&bits), "{bits}");
+    assert!(facts["record_bytes"].as_u64().unwrap() < facts["slot_bytes_of_all_experts"].as_u64().unwrap());
+    assert!(stdout(&smoe(&["inspect", &vault])).contains("entropy-coded: 2."));
+    let plan = json(&["plan", &vault, "--json"]);
+    let decoding = &plan["entropy_decoding"];
+    assert!(decoding["codes_per_s_a_thread"].as_f64().unwrap() > 0.0 && decoding["keeps_up"].is_boolean());
+    assert!(stdout(&smoe(&["plan", &vault])).contains("G codes/s a thread"));
+    let run = [
+        "run",
+        &vault,
+        "--raw-ids",
+        "--tokens-in",
+        "5,6,7",
+        "--ring",
+        "3",
+        "--max-tokens",
+        "4",
+        "--ignore-eos",
+    ];
+    assert_eq!(ids(&smoe(&run)).len(), 4);
+    for (args, what) in [
+        (&["sculpt", &checkpoint, &path("no"), "--bpw", "3.25"][..], "--entropy"),
+        (&["sculpt", &checkpoint, &path("no"), "--entropy", "--bits", "3"], "--bits"),
+        (&["sculpt", &checkpoint, &path("no"), "--entropy", "--bpw", "5"], "1.5 to 3.9"),
+    ] {
+        let output = smoe(args);
+        assert_eq!(output.status.code(), Some(2), "{}", text(&output.stderr));
+        assert!(text(&output.stderr).contains(what), "{}", text(&output.stderr));
+    }
+}
+
+#[test]
 fn a_chat_outlives_a_failed_answer() {
     let (_dir, vault) = tiny_vault();
     let file = vault.join("experts.smoe");

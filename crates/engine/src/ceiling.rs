@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Barrier, Mutex};
 use std::time::{Duration, Instant};
 
-use smoe_format::{Encoding, Uniform, Zero};
-use smoe_kernels::{Activations, Input, Kernels, Matrix, Pool, matmul};
+use smoe_format::{Encoding, LayerTable, TensorEntry, Uniform, Zero, entropy};
+use smoe_kernels::{Activations, EntropyDecoder, Input, Kernels, Matrix, Pool, matmul};
 use smoe_store::{AlignedBuf, Disk};
 
 use crate::EngineError;
@@ -233,6 +233,65 @@ fn odd_step(n: usize, seed: &mut u64) -> usize {
             return step;
         }
     }
+}
+
+/// How fast entropy-coded records are decoded.
+#[derive(Clone, Debug, PartialEq)]
+pub struct EntropyCeiling {
+    /// Which decoder it is: `avx512`, `avx2`, `scalar`.
+    pub decoder: String,
+    /// Codes a second of each thread.
+    pub codes_per_s: f64,
+    /// Threads, all at once.
+    pub threads: usize,
+}
+
+/// Codes a second that each of `threads` threads decodes out of entropy-coded records, all of them at once: the median
+/// of some passes over codes of about 3.25 bits. The speed hardly depends on the bits (EXP-KERNEL-07).
+///
+/// # Panics
+/// Never: the record is its own.
+#[must_use]
+pub fn entropy_decoding(kernels: Kernels, threads: usize) -> EntropyCeiling {
+    let decoder = EntropyDecoder::new(kernels);
+    let ceiling = |codes_per_s| EntropyCeiling { decoder: decoder.to_string(), codes_per_s, threads };
+    let Some(uniform) = Uniform::new(4, 128, Zero::Symmetric) else { return ceiling(f64::NAN) };
+    let (rows, cols) = SHAPE;
+    let encoding = Encoding::Uniform(uniform);
+    let (mut seed, len) = (1, encoding.tensor_bytes(rows / 2, cols).unwrap_or(0));
+    let (whole, none) = ((rows / 2, len), (0, 0));
+    let tensors = [whole, none, none].map(|(rows, len)| TensorEntry { encoding, rows, cols, offset: 0, len });
+    let layer = LayerTable { layer: 0, n_experts: 1, record_len: len, tensors };
+    let mut tiles = vec![0; len];
+    // The mean of four numbers below 16, twice as wide: bell-shaped.
+    let mut code = || {
+        (0..4).map(|shift| random(&mut seed) >> (8 * shift) & 15).sum::<u64>().div_ceil(2).clamp(8, 23) - 8
+    };
+    tiles.fill_with(|| (code() | code() << 4) as u8);
+    let mut raw = Vec::new();
+    entropy::encode_record(&tiles, &layer, &mut raw);
+    let record = raw.len();
+    raw.resize(record + entropy::SLACK, 0);
+    let barrier = Barrier::new(threads);
+    let work = || {
+        let mut slot = vec![0; len];
+        barrier.wait();
+        let passes = (0..9).map(|_| {
+            let start = Instant::now();
+            let decoded = decoder.decode(&raw, record, &layer, &mut slot);
+            assert!(decoded.is_ok(), "a record decodes to itself");
+            start.elapsed().as_secs_f64()
+        });
+        let mut seconds: Vec<f64> = passes.collect();
+        seconds.sort_unstable_by(f64::total_cmp);
+        seconds[seconds.len() / 2]
+    };
+    let slowest = std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
+        let seconds = workers.into_iter().map(|worker| worker.join().unwrap_or(f64::INFINITY));
+        seconds.fold(0.0, f64::max)
+    });
+    ceiling((rows / 2 * cols) as f64 / slowest)
 }
 
 /// One product, timed.

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use smoe_format::{ExpertKey, FfnKind, ModelSpec, original};
-use smoe_kernels::{Kernels, KernelsError};
+use smoe_format::{ExpertFile, ExpertKey, FfnKind, LayerTable, ModelSpec, entropy, original};
+use smoe_kernels::{EntropyDecoder, Kernels, KernelsError};
 use smoe_meter::{
     Phase, PhaseClock, PhaseMeter, PhaseSnapshot, RouteMeter, RouteSnapshot, Step, StepLog, StoreMeter,
     StoreSnapshot,
@@ -95,6 +95,15 @@ const fn readers(record_bytes: u64) -> usize {
         0x20_0000.. => READERS,
         0x8_0000.. => 2 * READERS,
         _ => 4 * READERS,
+    }
+}
+
+/// Readers that decode what they read, each with a buffer of its own; none if records are used as they lie on disk.
+fn decoding_readers(experts: &ExpertFile) -> Option<usize> {
+    if experts.coded {
+        Some(readers(experts.longest_record()))
+    } else {
+        (!experts.original.is_empty()).then_some(READERS)
     }
 }
 
@@ -276,11 +285,8 @@ impl std::fmt::Debug for Engine {
 /// As [`Plan::new`].
 pub fn plan(vault: &Vault, request: &PlanRequest, facts: &MemoryFacts) -> Result<Plan, EngineError> {
     let experts = &vault.experts;
-    let decode_bytes = if experts.original.is_empty() {
-        0
-    } else {
-        experts.records.iter().map(|r| r.len).max().unwrap_or(0) * READERS as u64
-    };
+    let staging = experts.longest_record() + entropy::SLACK as u64;
+    let decode_bytes = decoding_readers(experts).map_or(0, |readers| staging * readers as u64);
     let resident = || vault.backbone.iter().map(|(_, tensor)| tensor.encoding);
     let subject = Subject {
         spec: &vault.spec,
@@ -316,7 +322,7 @@ impl Engine {
         let weights = Weights::load(vault, &backbone, READERS)?;
         let store_meter = Arc::new(StoreMeter::default());
         let direct_io = disk.direct().clone();
-        let store = open_store(vault, disk, &plan, options, store_meter.clone())?;
+        let store = open_store(vault, disk, &plan, kernels, options, store_meter.clone())?;
         let spec = vault.spec.clone();
         let corrections = weights.corrections();
         let backend = chosen.backend(
@@ -1331,6 +1337,7 @@ fn open_store(
     vault: &Vault,
     disk: Arc<dyn Disk>,
     plan: &Plan,
+    kernels: Kernels,
     options: &EngineOptions,
     meter: Arc<StoreMeter>,
 ) -> Result<Store, EngineError> {
@@ -1349,14 +1356,19 @@ fn open_store(
             }
         })
         .collect();
-    let decoder: Option<Arc<dyn RecordDecoder>> =
-        if experts.original.is_empty() { None } else { Some(Arc::new(Retile::new(vault))) };
+    let decoder: Option<Arc<dyn RecordDecoder>> = if experts.coded {
+        Some(Arc::new(Uncode { decoder: EntropyDecoder::new(kernels), layers: experts.layers.clone() }))
+    } else if experts.original.is_empty() {
+        None
+    } else {
+        Some(Arc::new(Retile::new(vault)))
+    };
     let config = StoreConfig {
-        // Each reader that decodes has a buffer, which the plan counts.
-        readers: match options.readers {
-            _ if decoder.is_some() => READERS,
-            Some(n) => n.clamp(1, MAX_READERS),
-            None => readers(plan.slot_bytes),
+        // Each reader that decodes has a buffer, which the plan counts: more there cannot be.
+        readers: match (options.readers, decoding_readers(experts)) {
+            (Some(n), most) => n.clamp(1, most.unwrap_or(MAX_READERS)),
+            (None, Some(most)) => most,
+            (None, None) => readers(plan.slot_bytes),
         },
         floor: plan.ring_floor,
         policy: POLICY,
@@ -1366,9 +1378,28 @@ fn open_store(
     Ok(Store::open(disk, records, config, decoder, meter)?)
 }
 
+/// Turns entropy-coded records into tiles, on the reader threads.
+struct Uncode {
+    decoder: EntropyDecoder,
+    layers: Vec<LayerTable>,
+}
+
+impl RecordDecoder for Uncode {
+    fn slack(&self) -> usize {
+        entropy::SLACK
+    }
+
+    fn decode(&self, key: ExpertKey, raw: &[u8], slot: &mut [u8]) -> Result<(), String> {
+        let found = self.layers.binary_search_by_key(&key.layer, |table| table.layer);
+        let table = found.map(|i| &self.layers[i]).map_err(|_| "is not in the layer table".to_owned())?;
+        let len = raw.len() - self.slack();
+        self.decoder.decode(raw, len, table, slot).map_err(|error| error.to_string())
+    }
+}
+
 /// Turns the original's row-major records into tiles, on the reader threads.
 struct Retile {
-    experts: smoe_format::ExpertFile,
+    experts: ExpertFile,
 }
 
 impl Retile {

@@ -183,7 +183,8 @@ mod tests {
             expert_bytes: 0,
             n_experts: 48 * 128,
         };
-        let rates = DeviceRates { token_s: 7.4e-3, dispatches: 531, wait_s: 220e-6, upload_bytes_per_s: 20e9 };
+        let rates =
+            DeviceRates { token_s: 7.4e-3, dispatches: 531, wait_s: 220e-6, upload_bytes_per_s: 20e9 };
         (spec, touched, plan, rates)
     }
 

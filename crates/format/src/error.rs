@@ -62,6 +62,14 @@ pub enum FormatError {
         /// What is wrong with its entry.
         what: String,
     },
+    /// An entropy-coded record contradicts itself.
+    #[error("{tensor}: {what}")]
+    Coded {
+        /// Gate, up or down.
+        tensor: &'static str,
+        /// What is wrong with it.
+        what: &'static str,
+    },
     /// The config block is not what it should be.
     #[error("config block: {what}")]
     Config {

@@ -19,7 +19,7 @@ use crate::sarc::{SARC_BYTES, Sarc, Seen};
 use crate::spec::ModelSpec;
 use crate::table::Table;
 use crate::wire::{Bytes, Put};
-use crate::{Backbone, ExpertKey, FormatError, RECORD_ALIGN, original};
+use crate::{Backbone, ExpertKey, FormatError, RECORD_ALIGN, entropy, original};
 
 /// Bytes of the header.
 pub const HEADER_BYTES: usize = 64;
@@ -28,6 +28,8 @@ pub const VERSION: u32 = 3;
 pub(crate) const MAGIC: [u8; 8] = [0x53, 0x4d, 0x4f, 0x45, 0xde, 0xea, 0x00, 0x01];
 const EXTENSION_MAGIC: &[u8; 4] = b"SMV3";
 const EXTENSION_BYTES: usize = 64;
+/// Feature flag: records are entropy-coded.
+const CODED_FLAG: u32 = 1;
 const EXTENSION_OFFSET: usize = HEADER_BYTES + SARC_BYTES;
 const ENCODING_BYTES: usize = 32;
 /// First byte of a table's levels in its entry.
@@ -152,6 +154,8 @@ pub struct RecordEntry {
     pub offset: u64,
     /// Bytes on disk.
     pub len: u64,
+    /// Those up to the end of the last tensor; the rest is padding.
+    pub used: u64,
     /// [`crate::record_crc`]; the original's files have none.
     pub crc32c: Option<u32>,
 }
@@ -226,6 +230,9 @@ pub struct ExpertFile {
     pub records: Vec<RecordEntry>,
     /// Row-major tensors of the original's records, parallel to `records`; empty in version 3.
     pub original: Vec<original::Descriptors>,
+    /// Records are entropy-coded ([`crate::entropy`]): each has a length of its own, and is decoded into what the
+    /// layer table describes.
+    pub coded: bool,
     /// First byte of the first record.
     pub data_offset: u64,
     /// Length that the file must have.
@@ -305,6 +312,7 @@ impl ExpertFile {
                     key: ExpertKey { layer: table.layer, expert },
                     offset: 0,
                     len: table.record_len as u64,
+                    used: table.used_bytes() as u64,
                     crc32c: Some(0),
                 })
             })
@@ -315,6 +323,7 @@ impl ExpertFile {
             layers,
             records,
             original: Vec::new(),
+            coded: false,
             data_offset: 0,
             file_len: 0,
         };
@@ -338,6 +347,30 @@ impl ExpertFile {
             file.file_len = file.file_len.max(offset);
         }
         Ok(file)
+    }
+
+    /// Makes it a file of entropy-coded records, of `used` bytes each, padding not counted: in the order of
+    /// `records`, which lie without gaps as those of a plan do.
+    ///
+    /// # Panics
+    /// If there are not as many lengths as records.
+    pub fn set_coded(&mut self, used: &[u64]) {
+        assert_eq!(used.len(), self.records.len(), "lengths of records");
+        self.coded = true;
+        let mut end = self.data_offset;
+        for (record, &used) in self.records.iter_mut().zip(used) {
+            record.offset = end;
+            record.used = used;
+            record.len = used.next_multiple_of(RECORD_ALIGN as u64);
+            end += record.len;
+        }
+        self.file_len = end;
+    }
+
+    /// Bytes of the longest record on disk.
+    #[must_use]
+    pub fn longest_record(&self) -> u64 {
+        self.records.iter().map(|record| record.len).max().unwrap_or(0)
     }
 
     /// The manifest; the original's files have none.
@@ -430,7 +463,7 @@ impl ExpertFile {
 
         out.put(EXTENSION_MAGIC);
         out.put_u32(EXTENSION_BYTES as u32);
-        out.put_u32(0);
+        out.put_u32(if self.coded { CODED_FLAG } else { 0 });
         out.put_u32(0);
         out.put_u64(self.file_len);
         for value in [
@@ -461,11 +494,10 @@ impl ExpertFile {
             }
         }
         for record in &self.records {
-            let used = self.table(record.key.layer).map_or(0, LayerTable::used_bytes);
             out.put_u32(record.key.layer);
             out.put_u32(record.key.expert);
             out.put_u64(record.offset);
-            out.put_u64(used as u64);
+            out.put_u64(record.used);
             out.put_u64(record.len);
             out.put_u32(record.crc32c.unwrap_or(0));
             out.put_u32(u32::MAX);
@@ -546,9 +578,10 @@ fn parse_v3(head: &[u8], file_len: u64) -> Result<ExpertFile, FormatError> {
     if found != expected {
         return Err(FormatError::HeadChecksum { expected, found });
     }
-    if ext.u32(8) != 0 {
-        return Err(ext.bad("feature flags", ext.u32(8), "this build knows none"));
+    if ext.u32(8) & !CODED_FLAG != 0 {
+        return Err(ext.bad("feature flags", ext.u32(8), "this build knows bit 0 only"));
     }
+    let coded = ext.u32(8) & CODED_FLAG != 0;
     if ext.u32(4) as usize != EXTENSION_BYTES {
         return Err(ext.bad("size of the extension block", ext.u32(4), "64 is known"));
     }
@@ -589,7 +622,7 @@ fn parse_v3(head: &[u8], file_len: u64) -> Result<ExpertFile, FormatError> {
     if header.u32(12) as usize != layers.len() || header.u32(20) != total {
         return Err(header.bad("expert count", header.u32(20), format!("the layer table has {total}")));
     }
-    let (records, end) = parse_records(head, header.u64(24), data_offset, &layers)?;
+    let (records, end) = parse_records(head, header.u64(24), data_offset, &layers, coded)?;
     if end != file_len {
         return Err(header.bad("end of the records", end, format!("the file ends at {file_len}")));
     }
@@ -599,6 +632,7 @@ fn parse_v3(head: &[u8], file_len: u64) -> Result<ExpertFile, FormatError> {
         layers,
         records,
         original: Vec::new(),
+        coded,
         data_offset,
         file_len,
     })
@@ -645,12 +679,13 @@ fn parse_records(
     offset: u64,
     data_offset: u64,
     layers: &[LayerTable],
+    coded: bool,
 ) -> Result<(Vec<RecordEntry>, u64), FormatError> {
     let mut end = data_offset;
-    let mut records = Vec::new();
+    let mut records: Vec<RecordEntry> = Vec::new();
     // Where each layer's records start. A layer has records of its own, behind all before, or all of those of
     // an earlier layer that is built alike: never a part of them, and nothing between.
-    let mut starts: Vec<u64> = Vec::with_capacity(layers.len());
+    let mut starts: Vec<(u64, usize)> = Vec::with_capacity(layers.len());
     for (i, table) in layers.iter().enumerate() {
         let first = Bytes::at(
             head,
@@ -659,9 +694,10 @@ fn parse_records(
             EXPERT_BYTES as u64,
         )?;
         let start = first.u64(8);
-        let shared = (0..i).any(|twin| starts[twin] == start && layers[twin].is_like(table));
-        let mut next = if shared { start } else { end };
-        starts.push(next);
+        let twin = (0..i).find(|&twin| starts[twin].0 == start && layers[twin].is_like(table));
+        let twin = twin.map(|twin| starts[twin].1);
+        let mut next = if twin.is_some() { start } else { end };
+        starts.push((next, records.len()));
         for expert in 0..table.n_experts {
             let key = ExpertKey { layer: table.layer, expert };
             let at = offset + (records.len() * EXPERT_BYTES) as u64;
@@ -670,21 +706,32 @@ fn parse_records(
             if found != key {
                 return Err(FormatError::Record { key, what: format!("its entry is of {found}") });
             }
-            let (start, len) = (b.u64(8), b.u64(24));
-            if start != next || len != table.record_len as u64 {
+            let (start, used, len) = (b.u64(8), b.u64(16), b.u64(24));
+            // A record that is not coded has its layer's length; one that is has its own, within bounds, and that
+            // of the record that it shares.
+            let (used_there, len_there) = match twin.map(|first| records[first + expert as usize]) {
+                Some(record) => (record.used, record.len),
+                None if coded => {
+                    let most = entropy::max_record_len(table) as u64;
+                    let used = used.clamp(entropy::RECORD_HEAD_BYTES as u64, most);
+                    (used, used.next_multiple_of(RECORD_ALIGN as u64))
+                }
+                None => (table.used_bytes() as u64, table.record_len as u64),
+            };
+            if start != next || len != len_there {
                 return Err(FormatError::Record {
                     key,
-                    what: format!("record at {start}, {len} bytes; expected {next}, {}", table.record_len),
+                    what: format!("record at {start}, {len} bytes; expected {next}, {len_there}"),
                 });
             }
             if b.u32(36) != u32::MAX {
                 return Err(FormatError::Record { key, what: "has an encoding of its own".to_owned() });
             }
-            if b.u64(16) != table.used_bytes() as u64 {
-                return Err(FormatError::Record { key, what: format!("{} bytes are used", b.u64(16)) });
+            if used != used_there {
+                return Err(FormatError::Record { key, what: format!("{used} bytes are used") });
             }
             b.zero(40..EXPERT_BYTES)?;
-            records.push(RecordEntry { key, offset: start, len, crc32c: Some(b.u32(32)) });
+            records.push(RecordEntry { key, offset: start, len, used, crc32c: Some(b.u32(32)) });
             next = start.saturating_add(len);
         }
         end = end.max(next);

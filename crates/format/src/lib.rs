@@ -6,6 +6,7 @@
 
 pub mod backbone;
 pub mod encoding;
+pub mod entropy;
 mod error;
 pub mod expert_file;
 pub mod half;

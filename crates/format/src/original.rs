@@ -152,7 +152,7 @@ pub(crate) fn parse(head: &[u8], file_len: u64) -> Result<ExpertFile, FormatErro
             let d = Bytes::at(head, "tensor descriptor", at + p as u64 * DESCRIPTOR_BYTES, DESCRIPTOR_BYTES)?;
             tensors[p] = descriptor(d, p, projection, uniform, (d_model, d_expert), raw)?;
         }
-        entries.push((RecordEntry { key, offset, len: padded, crc32c: None }, tensors));
+        entries.push((RecordEntry { key, offset, len: padded, used: raw, crc32c: None }, tensors));
     }
     entries.sort_by_key(|(record, _)| record.key);
     let mut layer_ids: Vec<u32> = entries.iter().map(|(record, _)| record.key.layer).collect();
@@ -202,6 +202,7 @@ pub(crate) fn parse(head: &[u8], file_len: u64) -> Result<ExpertFile, FormatErro
         layers,
         records,
         original,
+        coded: false,
         data_offset: b.u64(32),
         file_len,
     })

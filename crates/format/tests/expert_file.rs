@@ -249,3 +249,56 @@ proptest! {
         let _ = ExpertFile::parse(&head, 1 << 20);
     }
 }
+
+/// The planned file with entropy-coded records of some lengths.
+fn coded() -> ExpertFile {
+    let mut file = planned();
+    let used: Vec<u64> = (0..file.records.len() as u64).map(|i| 64 + 1777 * i).collect();
+    file.set_coded(&used);
+    file
+}
+
+#[test]
+fn coded_records_have_lengths_of_their_own() {
+    let file = coded();
+    let head = file.head_bytes();
+    assert_eq!(head.len() as u64, file.data_offset);
+    assert_eq!(ExpertFile::parse(&head, file.file_len).expect("parse"), file);
+    assert_eq!(file.longest_record(), 16384);
+    // A layer may have all the records of one before that is like it, of whatever lengths.
+    let mut shared = shared();
+    let half = shared.records.len() / 2;
+    let used: Vec<u64> = (0..shared.records.len() as u64).map(|i| 64 + 977 * (i % half as u64)).collect();
+    shared.set_coded(&used);
+    let (first, second) = shared.records.split_at_mut(half);
+    for (twin, record) in first.iter().zip(second) {
+        record.offset = twin.offset;
+    }
+    shared.file_len = shared.records[half - 1].offset + shared.records[half - 1].len;
+    assert_eq!(ExpertFile::parse(&shared.head_bytes(), shared.file_len).expect("parse"), shared);
+    shared.records[half].used += 1;
+    assert!(ExpertFile::parse(&shared.head_bytes(), shared.file_len).is_err());
+}
+
+#[test]
+fn coded_records_of_impossible_lengths_are_refused() {
+    for (used, len) in
+        [(63, 16384), (64, 0), (64, 32768), (16385, 16384), (1 << 40, 1 << 40), (u64::MAX, 16384)]
+    {
+        let mut file = coded();
+        file.records[2].used = used;
+        file.records[2].len = len;
+        let shift = |end: u64, r: &mut smoe_format::RecordEntry| {
+            r.offset = end;
+            end.saturating_add(r.len)
+        };
+        let end = file.records.iter_mut().fold(file.data_offset, shift);
+        file.file_len = end;
+        let error = ExpertFile::parse(&file.head_bytes(), end).expect_err("refused");
+        assert!(matches!(error, FormatError::Record { .. }), "{used} {len}: {error}");
+    }
+    // Without the flag, only one length is right.
+    let mut plain = coded();
+    plain.coded = false;
+    assert!(ExpertFile::parse(&plain.head_bytes(), plain.file_len).is_err());
+}

@@ -17,6 +17,7 @@ mod attention;
 mod coded;
 mod dot;
 mod elementwise;
+mod entropy;
 mod exp;
 mod expert_ffn;
 mod float_matmul;
@@ -34,6 +35,7 @@ mod top_k;
 
 pub use activations::{Activations, Quantised};
 pub use attention::{AttentionHeads, AttentionScratch, KvBlocks, KvPlane, KvRun, KvType, Sight, attend};
+pub use entropy::EntropyDecoder;
 pub use exp::{EXP_ULP_MAX, exp, sigmoid, silu};
 pub use expert_ffn::{ExpertBias, ExpertCall, ExpertScratch, expert_ffn};
 pub use head_matmul::{HeadInput, HeadScratch, head_matmul};

@@ -45,6 +45,8 @@ pub struct StoreMeter {
     pub check_ns: Counter,
     /// Time spent turning records into slots, summed over reader threads, in nanoseconds (readers).
     pub decode_ns: Counter,
+    /// Bytes of slots that were filled in that time; more than were read where records are entropy-coded (readers).
+    pub decoded_bytes: Counter,
     /// Disk reads that failed or came up short (readers).
     pub read_errors: Counter,
     /// Records whose checksum was wrong (readers).
@@ -74,6 +76,7 @@ impl StoreMeter {
             read_ns: self.read_ns.get(),
             check_ns: self.check_ns.get(),
             decode_ns: self.decode_ns.get(),
+            decoded_bytes: self.decoded_bytes.get(),
             read_errors: self.read_errors.get(),
             checksum_errors: self.checksum_errors.get(),
             decode_errors: self.decode_errors.get(),
@@ -102,6 +105,7 @@ pub struct StoreSnapshot {
     pub read_ns: u64,
     pub check_ns: u64,
     pub decode_ns: u64,
+    pub decoded_bytes: u64,
     pub read_errors: u64,
     pub checksum_errors: u64,
     pub decode_errors: u64,
@@ -111,6 +115,11 @@ impl StoreSnapshot {
     /// Bytes per second while at least one read was under way; none if nothing was read.
     pub fn read_bytes_per_s(&self) -> Option<f64> {
         (self.busy_ns > 0).then(|| self.disk_bytes as f64 / (self.busy_ns as f64 / 1e9))
+    }
+
+    /// Bytes of slots that a reader thread fills a second when it decodes; none if nothing was decoded.
+    pub fn decode_bytes_per_s(&self) -> Option<f64> {
+        (self.decode_ns > 0).then(|| self.decoded_bytes as f64 / (self.decode_ns as f64 / 1e9))
     }
 
     /// The share of demanded experts that needed no read; none if nothing was demanded.
@@ -145,6 +154,7 @@ impl Sub for StoreSnapshot {
             read_ns: self.read_ns.saturating_sub(earlier.read_ns),
             check_ns: self.check_ns.saturating_sub(earlier.check_ns),
             decode_ns: self.decode_ns.saturating_sub(earlier.decode_ns),
+            decoded_bytes: self.decoded_bytes.saturating_sub(earlier.decoded_bytes),
             read_errors: self.read_errors.saturating_sub(earlier.read_errors),
             checksum_errors: self.checksum_errors.saturating_sub(earlier.checksum_errors),
             decode_errors: self.decode_errors.saturating_sub(earlier.decode_errors),
@@ -175,6 +185,7 @@ impl Add for StoreSnapshot {
             read_ns: self.read_ns + other.read_ns,
             check_ns: self.check_ns + other.check_ns,
             decode_ns: self.decode_ns + other.decode_ns,
+            decoded_bytes: self.decoded_bytes + other.decoded_bytes,
             read_errors: self.read_errors + other.read_errors,
             checksum_errors: self.checksum_errors + other.checksum_errors,
             decode_errors: self.decode_errors + other.decode_errors,

@@ -6,9 +6,10 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use smoe_format::half::f32_to_f16;
-use smoe_format::{Encoding, record_crc_start};
+use smoe_format::{Encoding, RECORD_ALIGN, record_crc_start};
 
 use crate::checkpoint::Checkpoint;
+use crate::coded;
 use crate::error::SculptError;
 use crate::plan::{Item, Plan, row_offset, runs};
 use crate::settings::Role;
@@ -23,6 +24,15 @@ pub(crate) struct Scratch {
     pub values: Vec<f32>,
     pub codes: Codes,
     pub out: Vec<u8>,
+    pub record: RecordScratch,
+}
+
+/// The same for a record that is entropy-coded: as it is in a slot, on disk, and decoded again.
+#[derive(Default)]
+pub(crate) struct RecordScratch {
+    tiles: Vec<u8>,
+    pub coded: Vec<u8>,
+    decoded: Vec<u8>,
 }
 
 /// What a run of rows lost on its way into the vault.
@@ -71,6 +81,78 @@ pub(crate) fn encode_rows(
     Ok(if encoding == Encoding::F32 { Loss::None } else { Loss::Some })
 }
 
+/// Encodes rows of an expert: with `step`, what is not kept as it is gets the codes of one step a row.
+pub(crate) fn encode_expert_rows(
+    checkpoint: &Checkpoint,
+    source: &Source,
+    encoding: Encoding,
+    step: Option<f32>,
+    rows: Range<usize>,
+    scratch: &mut Scratch,
+) -> Result<Loss, SculptError> {
+    let (Some(step), Encoding::Uniform(uniform), true) = (step, encoding, encoding != source.encoding) else {
+        return encode_rows(checkpoint, source, encoding, rows, scratch);
+    };
+    let len = encoding.tensor_bytes(rows.len(), source.cols).expect("a run is smaller than its tensor");
+    checkpoint.read_rows(source, rows, &mut scratch.raw, &mut scratch.values)?;
+    if let Some(&w) = scratch.values.iter().find(|&&w| !codable(w)) {
+        return Ok(Loss::Beyond(w));
+    }
+    scratch.out.resize(len, 0);
+    coded::encode_uniform(uniform, &scratch.values, source.cols, step, &mut scratch.out);
+    Ok(Loss::Some)
+}
+
+/// Makes a record, entropy-coded, in `scratch.record.coded`.
+pub(crate) fn encode_record(
+    checkpoint: &Checkpoint,
+    plan: &Plan,
+    index: usize,
+    lossless: bool,
+    scratch: &mut Scratch,
+) -> Result<(), SculptError> {
+    let (key, _) = &plan.sources.experts[index];
+    let table = plan.experts.table(key.layer).expect("every record's layer has a table");
+    let mut tiles = std::mem::take(&mut scratch.record.tiles);
+    tiles.clear();
+    tiles.resize(table.record_len, 0);
+    let put = |at: usize, bytes: &[u8]| {
+        tiles[at..at + bytes.len()].copy_from_slice(bytes);
+        Ok(())
+    };
+    let result = for_each_run(checkpoint, plan, index, lossless, scratch, put);
+    scratch.record.tiles = tiles;
+    result?;
+    let RecordScratch { tiles, coded, decoded } = &mut scratch.record;
+    coded::encode_checked(tiles, table, decoded, coded);
+    Ok(())
+}
+
+/// Encodes an expert run by run, and hands over the bytes of each with its place in the record.
+fn for_each_run(
+    checkpoint: &Checkpoint,
+    plan: &Plan,
+    index: usize,
+    lossless: bool,
+    scratch: &mut Scratch,
+    mut put: impl FnMut(usize, &[u8]) -> Result<(), SculptError>,
+) -> Result<(), SculptError> {
+    let sources = &plan.sources;
+    let (key, tensors) = &sources.experts[index];
+    let table = plan.experts.table(key.layer).expect("every record's layer has a table");
+    for ((entry, source), projection) in table.tensors.iter().zip(tensors).zip(smoe_format::Projection::ALL) {
+        for rows in runs(entry.rows, entry.cols) {
+            let at = entry.offset + row_offset(entry.encoding, rows.start, entry.cols) as usize;
+            let loss = encode_expert_rows(checkpoint, source, entry.encoding, plan.step, rows, scratch)?;
+            refuse(loss, lossless, source, Role::Expert { layer: key.layer, projection }, || {
+                sources.family.expert(&sources.spec, *key, projection).name
+            })?;
+            put(at, &scratch.out)?;
+        }
+    }
+    Ok(())
+}
+
 /// True if a group with this weight has a finite scale.
 fn codable(w: f32) -> bool {
     // Infinity in binary16, and its NaNs above.
@@ -116,20 +198,10 @@ pub(crate) fn write_item(
     let sources = &plan.sources;
     match item {
         Item::Expert(i) => {
-            let (key, tensors) = &sources.experts[i];
-            let table = plan.experts.table(key.layer).expect("every record's layer has a table");
-            for ((entry, source), projection) in
-                table.tensors.iter().zip(tensors).zip(smoe_format::Projection::ALL)
-            {
-                writer.zeros_to(offset + entry.offset as u64)?;
-                for rows in runs(entry.rows, entry.cols) {
-                    let loss = encode_rows(checkpoint, source, entry.encoding, rows, scratch)?;
-                    refuse(loss, lossless, source, Role::Expert { layer: key.layer, projection }, || {
-                        sources.family.expert(&sources.spec, *key, projection).name
-                    })?;
-                    writer.put(&scratch.out)?;
-                }
-            }
+            for_each_run(checkpoint, plan, i, lossless, scratch, |at, bytes| {
+                writer.zeros_to(offset + at as u64)?;
+                writer.put(bytes)
+            })?;
             writer.zeros_to(offset + len)?;
         }
         Item::Run { tensor, run } => {
@@ -166,18 +238,26 @@ fn refuse(
     }
 }
 
+/// Writes the entropy-coded record that [`encode_record`] made at `offset`; returns its checksum.
+pub(crate) fn write_record(
+    plan: &Plan,
+    index: usize,
+    (file, path): (&File, &Path),
+    offset: u64,
+    record: &RecordScratch,
+) -> Result<u32, SculptError> {
+    let mut writer = Writer { file, path, at: offset, crc: crc_start(plan, Item::Expert(index)) };
+    writer.put(&record.coded)?;
+    writer.zeros_to(offset + record.coded.len().next_multiple_of(RECORD_ALIGN) as u64)?;
+    Ok(writer.crc)
+}
+
 /// The checksum of an item before its first byte.
-fn crc_start(plan: &Plan, item: Item) -> u32 {
+pub(crate) fn crc_start(plan: &Plan, item: Item) -> u32 {
     match item {
         Item::Expert(i) => record_crc_start(plan.experts.records[i].key),
         Item::Run { .. } => 0,
     }
-}
-
-/// The checksum of an item's bytes as they are in `file`.
-pub(crate) fn item_crc(plan: &Plan, item: Item, file: &File, buffer: &mut Vec<u8>) -> std::io::Result<u32> {
-    let (offset, len) = plan.place(item);
-    crc_at(file, offset, len, crc_start(plan, item), buffer)
 }
 
 /// Continues a checksum over bytes of a file, piece by piece.

@@ -10,6 +10,7 @@
 #![forbid(unsafe_code)]
 
 pub mod checkpoint;
+mod coded;
 mod config;
 mod encode;
 mod error;

@@ -13,12 +13,14 @@ use std::sync::OnceLock;
 use std::sync::atomic::AtomicBool;
 
 use sha2::{Digest as _, Sha256};
+use smoe_format::entropy::decode_record;
 use smoe_format::spec::ModelSpec;
 use smoe_format::tile::{self, ROWS};
 use smoe_format::{Backbone, BackboneTensor, Encoding, ExpertFile, Projection, Uniform, file_name, original};
 
 use crate::checkpoint::Checkpoint;
-use crate::encode::{Loss, Scratch, encode_rows};
+use crate::coded;
+use crate::encode::{Loss, Scratch, encode_expert_rows};
 use crate::error::SculptError;
 use crate::plan::{Sources, kind_name, row_offset, runs};
 use crate::progress::Progress;
@@ -117,7 +119,9 @@ pub fn compare_codes(
     let counts = pair.walk(threads, progress, stop, |piece, buffers| {
         let Buffers { scratch, stored, .. } = buffers;
         // A weight that cannot be coded has no code to compare: every code of the run then differs.
-        let loss = encode_rows(&pair.checkpoint, &piece.source, piece.encoding, piece.rows.clone(), scratch)?;
+        let step = if let Place::Expert { .. } = piece.place { pair.step } else { None };
+        let rows = piece.rows.clone();
+        let loss = encode_expert_rows(&pair.checkpoint, &piece.source, piece.encoding, step, rows, scratch)?;
         if let Loss::Beyond(_) = loss {
             scratch.out.clear();
             scratch.out.extend(stored.iter().map(|byte| !byte));
@@ -265,6 +269,8 @@ struct Pair {
     experts: (ExpertFile, File, PathBuf),
     backbone: (File, PathBuf),
     pieces: Vec<Piece>,
+    /// Of the experts' codes, if they are those of one step a row.
+    step: Option<f32>,
 }
 
 impl Pair {
@@ -300,11 +306,20 @@ impl Pair {
             });
         }
         let pieces = pieces(&sources, &experts, &backbone, name_of, &backbone_path)?;
+        let bpw = experts.manifest().and_then(|manifest| Settings::bpw_of(&manifest.source.settings));
+        let step = match bpw.filter(|_| experts.coded) {
+            Some(bpw) => {
+                let bpw = f64::from(bpw) / 100.0;
+                Some(coded::find_step(&checkpoint, &sources.experts, &experts.layers, bpw)?)
+            }
+            None => None,
+        };
         Ok(Self {
             checkpoint,
             experts: (experts, experts_file, experts_path),
             backbone: (backbone_file, backbone_path),
             pieces,
+            step,
         })
     }
 
@@ -357,6 +372,17 @@ impl Pair {
             Place::Expert { record, bytes } => {
                 let (experts, file, path) = &self.experts;
                 let entry = &experts.records[*record];
+                if experts.coded {
+                    let mut raw = vec![0; entry.len as usize];
+                    file.read_exact_at(&mut raw, entry.offset).map_err(SculptError::io("read", path))?;
+                    let table = experts.table(entry.key.layer).expect("every record's layer has a table");
+                    let mut tiles = vec![0; table.record_len];
+                    decode_record(&raw, raw.len(), table, &mut tiles, |block| block.decode())
+                        .map_err(|source| SculptError::Vault { path: path.clone(), source })?;
+                    buffers.stored.clear();
+                    buffers.stored.extend_from_slice(&tiles[bytes.clone()]);
+                    return Ok(());
+                }
                 if let Some(descriptors) = experts.original.get(*record) {
                     // Row-major: the whole record into tiles, and the run out of it.
                     let mut raw = vec![0; entry.len as usize];

@@ -9,9 +9,10 @@ use smoe_format::backbone::{self, LayerPart};
 use smoe_format::expert_file::{FileEntry, Manifest, Provenance};
 use smoe_format::spec::{FfnKind, ModelSpec};
 use smoe_format::tile::ROWS;
-use smoe_format::{BackboneTensor, Encoding, ExpertFile, ExpertKey, Projection, file_name};
+use smoe_format::{BackboneTensor, Encoding, ExpertFile, ExpertKey, Projection, entropy, file_name};
 
 use crate::checkpoint::{Checkpoint, SideFile};
+use crate::coded;
 use crate::config::{family_of, spec_from_config};
 use crate::error::{SculptError, Warning};
 use crate::family::{Family, Place};
@@ -329,12 +330,17 @@ pub(crate) fn row_offset(encoding: Encoding, row: usize, cols: usize) -> u64 {
     encoding.tensor_bytes(row, cols).expect("the whole tensor's length did not overflow") as u64
 }
 
-/// Bytes of a worker's buffers: the bytes, weights and codes of the longest run.
+/// Bytes of a worker's buffers: the bytes, weights and codes of the longest run; of coded records, those.
 pub(crate) fn worker_bytes(plan: &Plan) -> usize {
     let backbone = plan.backbone.tensors.iter().map(|t| t.cols);
     let experts = plan.experts.layers.iter().flat_map(|layer| layer.tensors.map(|t| t.cols));
     let weights = backbone.chain(experts).map(|cols| run_rows(cols) * cols).max().unwrap_or(0);
-    12 * weights
+    let records = match plan.experts.coded {
+        // A record whole, coded, and decoded again.
+        true => plan.experts.layers.iter().map(|layer| 3 * layer.record_len).max().unwrap_or(0),
+        false => 0,
+    };
+    12 * weights + records
 }
 
 /// The type that holds all weights of all `sources` without loss.
@@ -359,6 +365,19 @@ pub(crate) struct Plan {
     pub experts: ExpertFile,
     pub backbone: BackboneLayout,
     pub side_files: Vec<SideFile>,
+    /// Width of a row's cells in its mean magnitudes, where experts' codes are those of one step a row. Their records'
+    /// lengths in `experts` are then what is to be expected.
+    pub step: Option<f32>,
+}
+
+/// Bytes of records of so many hundredths of a bit a weight.
+fn estimated_lengths(experts: &ExpertFile, bpw: u16) -> Vec<u64> {
+    let lengths = experts.records.iter().map(|record| {
+        let table = experts.table(record.key.layer).expect("every record's layer has a table");
+        let weights: usize = table.tensors.iter().map(|t| t.rows * t.cols).sum();
+        (weights as u64 * u64::from(bpw)).div_ceil(800) + entropy::RECORD_HEAD_BYTES as u64
+    });
+    lengths.collect()
 }
 
 impl Plan {
@@ -385,12 +404,29 @@ impl Plan {
             let mut kinds = [Encoding::F32; 3];
             for (p, projection) in Projection::ALL.into_iter().enumerate() {
                 let source = common_type(of_layer().map(|(_, tensors)| tensors[p].encoding));
-                kinds[p] = settings.encoding(Role::Expert { layer, projection }, source);
+                let row = settings
+                    .bpw
+                    .and_then(|_| coded::row_encoding(settings.group, projection.shape(&sources.spec).1));
+                let usual = settings.encoding(Role::Expert { layer, projection }, source);
+                // A source that is kept has an encoding of its own.
+                kinds[p] = row.filter(|_| usual != source).map_or(usual, Encoding::Uniform);
             }
             encodings.insert(layer, kinds);
         }
-        let experts = ExpertFile::plan(manifest, |layer| encodings[&layer])?;
-        Ok(Self { sources, provenance, experts, backbone, side_files })
+        let mut experts = ExpertFile::plan(manifest, |layer| encodings[&layer])?;
+        let step = match settings.bpw {
+            Some(bpw) => {
+                experts.set_coded(&estimated_lengths(&experts, bpw));
+                let bpw = f64::from(bpw) / 100.0;
+                Some(coded::find_step(checkpoint, &sources.experts, &experts.layers, bpw)?)
+            }
+            None => None,
+        };
+        if settings.entropy && step.is_none() {
+            let used: Vec<u64> = experts.records.iter().map(|record| record.used).collect();
+            experts.set_coded(&used);
+        }
+        Ok(Self { sources, provenance, experts, backbone, side_files, step })
     }
 
     /// Bytes of the vault.
@@ -406,6 +442,25 @@ impl Plan {
             self.backbone.runs().map(|(tensor, run)| Item::Run { tensor, run }).collect();
         items.extend((0..self.experts.records.len()).map(Item::Expert));
         items
+    }
+
+    /// Bytes of expert records that a token reads if none is in memory.
+    pub fn token_expert_bytes(&self) -> u64 {
+        let records = &self.experts.records;
+        let bytes: u64 = records.iter().map(|record| record.len).sum();
+        let per_layer = bytes * self.sources.spec.moe.top_k as u64;
+        per_layer / self.sources.spec.moe.n_experts.max(1) as u64
+    }
+
+    /// Bytes of an item once it is in memory: what progress counts.
+    pub fn bytes(&self, item: Item) -> u64 {
+        match item {
+            Item::Expert(i) => {
+                let table = self.experts.table(self.experts.records[i].key.layer);
+                table.expect("every record's layer has a table").record_len as u64
+            }
+            Item::Run { .. } => self.place(item).1,
+        }
     }
 
     /// Where an item's bytes are: first byte and length, in the expert file or the backbone file.

@@ -10,10 +10,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use smoe_format::expert_file::{Architecture, FileEntry, Provenance};
 use smoe_format::spec::{FfnKind, ModelSpec};
-use smoe_format::{BackboneTensor, Encoding, ExpertFile, Projection, file_name};
+use smoe_format::{BackboneTensor, Encoding, ExpertFile, Projection, RECORD_ALIGN, entropy, file_name};
 
 use crate::checkpoint::{Checkpoint, SideFile};
-use crate::encode::{Scratch, item_crc, write_item};
+use crate::coded::{self, Claim, Placing};
+use crate::encode::{Scratch, crc_at, crc_start, encode_record, write_item, write_record};
 use crate::error::{SculptError, Warning};
 use crate::files::{OnDisk, WeightFiles};
 use crate::journal::{self, Journal};
@@ -246,13 +247,25 @@ impl Data {
     }
 }
 
+/// An item that the journal says is done: where, and with which checksum.
+struct Claimed {
+    item: usize,
+    /// The number of the record, if it is one that is entropy-coded.
+    record: usize,
+    offset: u64,
+    len: u64,
+    /// Of `len`, what is not padding.
+    used: u64,
+    crc: u32,
+}
+
 impl Work<'_> {
     /// Encodes what is not among `pieces` and writes heads and side files.
     fn run(&self, pieces: &HashMap<String, u32>) -> Result<(), SculptError> {
         let plan = self.plan;
         let items = plan.items();
-        let crcs: Vec<OnceLock<u32>> = items.iter().map(|_| OnceLock::new()).collect();
-        let bytes = |i: usize| plan.place(items[i]).1;
+        let mut crcs: Vec<OnceLock<u32>> = items.iter().map(|_| OnceLock::new()).collect();
+        let bytes = |i: usize| plan.bytes(items[i]);
         let total: u64 = (0..items.len()).map(bytes).sum();
         let done = AtomicU64::new(0);
         let cancelled = || SculptError::Cancelled {
@@ -267,25 +280,42 @@ impl Work<'_> {
         if pieces.is_empty() {
             Journal::create(&journal_path, &plan.provenance, &self.checkpoint.identity()?, "")?;
         }
-        let data = Data::open(self.partial, plan.experts.file_len, plan.backbone.file_len)?;
+        let most: u64 = match plan.experts.coded {
+            true => plan.experts.data_offset + self.most_bytes(),
+            false => plan.experts.file_len,
+        };
+        let data = Data::open(self.partial, most, plan.backbone.file_len)?;
+        // Bytes of the entropy-coded records that are there, in their order.
+        let mut used = Vec::new();
         if !pieces.is_empty() {
             self.progress.phase("checking unfinished work");
-            let claimed: Vec<usize> =
-                (0..items.len()).filter(|&i| pieces.contains_key(&plan.item_name(items[i]))).collect();
-            self.progress.start(claimed.iter().map(|&i| bytes(i)).sum());
+            let claimed = self.claimed(&items, pieces);
+            self.progress.start(claimed.iter().map(|claim| bytes(claim.item)).sum());
             let finished = workers::for_each(workers, claimed.len(), self.cancel, |n, buffer| {
-                let item = items[claimed[n]];
-                let name = plan.item_name(item);
-                let found = item_crc(plan, item, data.of(item).0, buffer).ok();
-                if found == pieces.get(&name).copied() {
-                    _ = crcs[claimed[n]].set(found.expect("equal to a checksum"));
-                    done.fetch_add(bytes(claimed[n]), Ordering::Relaxed);
+                let Claimed { item: i, offset, len, crc, .. } = claimed[n];
+                let (item, file) = (items[i], data.of(items[i]).0);
+                if crc_at(file, offset, len, crc_start(plan, item), buffer).is_ok_and(|found| found == crc) {
+                    _ = crcs[i].set(crc);
+                    done.fetch_add(bytes(i), Ordering::Relaxed);
                 } else {
-                    self.progress.warn(&Warning::Redone { what: name }.to_string());
+                    self.progress.warn(&Warning::Redone { what: plan.item_name(item) }.to_string());
                 }
-                self.progress.advance(bytes(claimed[n]));
+                self.progress.advance(bytes(i));
                 Ok(())
             })?;
+            if plan.experts.coded {
+                // Where a record lies is known only if all those before it are there.
+                let experts = claimed.iter().filter(|claim| matches!(items[claim.item], Item::Expert(_)));
+                for claim in experts {
+                    let intact = crcs[claim.item].get().is_some();
+                    if intact && claim.record == used.len() {
+                        used.push(claim.used);
+                    } else if intact {
+                        crcs[claim.item].take();
+                        done.fetch_sub(bytes(claim.item), Ordering::Relaxed);
+                    }
+                }
+            }
             if !finished {
                 // The journal still has them all.
                 return Err(cancelled());
@@ -298,7 +328,12 @@ impl Work<'_> {
         let mut lines = String::new();
         for (i, crc) in crcs.iter().enumerate() {
             if let Some(&crc) = crc.get() {
-                journal::push_piece(&mut lines, &plan.item_name(items[i]), crc);
+                let name = plan.item_name(items[i]);
+                let name = match items[i] {
+                    Item::Expert(record) if plan.experts.coded => coded::claim_name(&name, used[record]),
+                    _ => name,
+                };
+                journal::push_piece(&mut lines, &name, crc);
             }
         }
         let journal = Journal::create(&journal_path, &plan.provenance, &self.checkpoint.identity()?, &lines)?;
@@ -308,11 +343,25 @@ impl Work<'_> {
         self.progress.phase("encoding");
         self.progress.start(total);
         self.progress.advance(done.load(Ordering::Relaxed));
+        let placing = Placing::new(plan.experts.data_offset, used);
         let encode = |i: usize, scratch: &mut Scratch| -> Result<(), SculptError> {
             let item = items[i];
             let lossless = self.settings.lossless;
-            let crc = write_item(self.checkpoint, plan, item, data.of(item), lossless, scratch)?;
-            ledger.finished(&plan.item_name(item), crc, bytes(i))?;
+            let mut name = plan.item_name(item);
+            let crc = match item {
+                Item::Expert(record) if plan.experts.coded => {
+                    // Workers take records in their order, so those before this one are there or under way.
+                    let turn = placing.turn(record);
+                    encode_record(self.checkpoint, plan, record, lossless, scratch)?;
+                    let used = scratch.record.coded.len() as u64;
+                    // Otherwise the worker of one before it has an error to tell.
+                    let Some(offset) = turn.place(used) else { return Ok(()) };
+                    name = coded::claim_name(&name, used);
+                    write_record(plan, record, data.of(item), offset, &scratch.record)?
+                }
+                _ => write_item(self.checkpoint, plan, item, data.of(item), lossless, scratch)?,
+            };
+            ledger.finished(&name, crc, bytes(i))?;
             _ = crcs[i].set(crc);
             done.fetch_add(bytes(i), Ordering::Relaxed);
             self.progress.advance(bytes(i));
@@ -335,7 +384,44 @@ impl Work<'_> {
             Ok(false) => return Err(cancelled()),
         }
         let crcs: Vec<u32> = crcs.iter().map(|crc| *crc.get().expect("all items are done")).collect();
-        self.write_heads(&data, &items, &crcs)
+        let mut experts = plan.experts.clone();
+        if experts.coded {
+            experts.set_coded(&placing.into_used());
+            let (file, path) = &data.experts;
+            file.set_len(experts.file_len).map_err(SculptError::io("write", path))?;
+        }
+        self.write_heads(&data, experts, &items, &crcs)
+    }
+
+    /// Bytes of all entropy-coded records if they were as long as they can be.
+    fn most_bytes(&self) -> u64 {
+        let layers = &self.plan.experts.layers;
+        layers.iter().map(|t| u64::from(t.n_experts) * entropy::max_record_len(t) as u64).sum()
+    }
+
+    /// The items that the journal says are there, and where.
+    fn claimed(&self, items: &[Item], pieces: &HashMap<String, u32>) -> Vec<Claimed> {
+        let plan = self.plan;
+        let records = coded::claims(pieces);
+        let mut end = plan.experts.data_offset;
+        let claimed = items.iter().enumerate().map_while(|(i, &item)| {
+            let name = plan.item_name(item);
+            Some(match item {
+                Item::Expert(record) if plan.experts.coded => {
+                    // The first that is missing ends the list: where the next one lies is not known.
+                    let &Claim { used, crc } = records.get(name.as_str())?;
+                    let len = used.next_multiple_of(RECORD_ALIGN as u64);
+                    let offset = end;
+                    end = end.saturating_add(len);
+                    Some(Claimed { item: i, record, offset, len, used, crc })
+                }
+                _ => pieces.get(&name).map(|&crc| {
+                    let (offset, len) = plan.place(item);
+                    Claimed { item: i, record: 0, offset, len, used: len, crc }
+                }),
+            })
+        });
+        claimed.flatten().collect()
     }
 
     /// Does all work of files that arrive; false if the caller wants to stop.
@@ -381,10 +467,15 @@ impl Work<'_> {
 
     /// Writes side files and both heads, whose checksums are those of the bytes that were encoded, not of
     /// what the disk made of them.
-    fn write_heads(&self, data: &Data, items: &[Item], crcs: &[u32]) -> Result<(), SculptError> {
+    fn write_heads(
+        &self,
+        data: &Data,
+        mut experts: ExpertFile,
+        items: &[Item],
+        crcs: &[u32],
+    ) -> Result<(), SculptError> {
         let plan = self.plan;
         let mut backbone_crc = crc32c::crc32c(&plan.backbone.header);
-        let mut experts = plan.experts.clone();
         for (&item, &crc) in items.iter().zip(crcs) {
             match item {
                 Item::Expert(i) => experts.records[i].crc32c = Some(crc),
@@ -574,7 +665,6 @@ pub fn dry_run_of(
     let token_backbone_bytes =
         plan.backbone.tensors.iter().filter(|t| !embedding(t.tensor)).map(|t| t.len).sum();
     let layers = &plan.experts.layers;
-    let sum = |f: &dyn Fn(&smoe_format::LayerTable) -> usize| layers.iter().map(|l| f(l) as u64).sum::<u64>();
     let per_expert = (3 * spec.moe.d_expert * spec.d_model) as u64;
     let n_moe = spec.layers.iter().filter(|kind| **kind == FfnKind::Moe).count() as u64;
     let backbone_weights: u64 = plan.backbone.tensors.iter().map(|t| (t.rows * t.cols) as u64).sum();
@@ -605,9 +695,9 @@ pub fn dry_run_of(
         experts_bytes: plan.experts.file_len,
         backbone_bytes: plan.backbone.file_len,
         side_bytes,
-        token_expert_bytes: sum(&|l| spec.moe.top_k * l.record_len),
+        token_expert_bytes: plan.token_expert_bytes(),
         token_backbone_bytes,
-        padding_bytes: sum(&|l| l.n_experts as usize * (l.record_len - l.used_bytes())),
+        padding_bytes: plan.experts.records.iter().map(|record| record.len - record.used).sum(),
         needed_bytes: plan.total_bytes() + arriving_bytes + RESERVE,
         arriving_bytes,
         available_bytes,

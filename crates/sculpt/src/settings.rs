@@ -14,6 +14,9 @@ const CODEC: u32 = 2;
 /// Columns that share a scale in the backbone.
 const BACKBONE_GROUP: usize = 64;
 
+/// How a canonical line names a number of bits.
+const BPW: &str = " entropy bpw=";
+
 /// How to sculpt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Settings {
@@ -31,6 +34,12 @@ pub struct Settings {
     pub keep_backbone: bool,
     /// Refuse what would not be kept to the bit. Needs 16 bits and an uncoded backbone.
     pub lossless: bool,
+    /// Entropy-code the experts' records; needs 4-bit codes, whoever made them.
+    pub entropy: bool,
+    /// Hundredths of a bit that an expert's weight may take on the disk, 150 to 390, scales counted, padding not:
+    /// codes are then those of one step a row, as wide as that allows. Needs `entropy`; without it, codes are those
+    /// of `bits` and `group`, or the checkpoint's, and take what they take.
+    pub bpw: Option<u16>,
     /// Where tokenizer and templates are, if not beside the weights or in them.
     pub tokenizer: Option<PathBuf>,
     /// Keep only the first layers.
@@ -52,6 +61,8 @@ impl Default for Settings {
             keep_experts: true,
             keep_backbone: true,
             lossless: false,
+            entropy: false,
+            bpw: None,
             tokenizer: None,
             max_layers: None,
             max_experts: None,
@@ -136,6 +147,27 @@ impl Settings {
         if !matches!(self.group, 32 | 64 | 128) {
             return bad("--group", self.group, "must be 32, 64 or 128");
         }
+        if self.entropy && !matches!(self.bits, 4 | 16) {
+            return bad("--bits", usize::from(self.bits), "must be 4, or not given, with --entropy");
+        }
+        if let Some(bpw) = self.bpw {
+            let found = || format!("{:.2}", f64::from(bpw) / 100.0);
+            let wrong = |expected: &str| SculptError::Setting {
+                flag: "--bpw",
+                found: found(),
+                expected: expected.to_owned(),
+            };
+            if !self.entropy {
+                return Err(wrong("needs --entropy"));
+            }
+            // Sixteen levels hold no more; below, patches would be all there is.
+            if !(150..=390).contains(&bpw) {
+                return Err(wrong("must be 1.5 to 3.9"));
+            }
+            if self.bits != 4 {
+                return Err(wrong("decides the codes, so that there are none to keep"));
+            }
+        }
         if self.lossless && self.bits != 16 {
             return bad("--bits", usize::from(self.bits), "must be 16, or not given, with --lossless");
         }
@@ -175,10 +207,25 @@ impl Settings {
             (false, false) => " recoded=all",
         };
         format!(
-            "codec={CODEC} {experts} backbone={backbone} max-layers={} max-experts={}{recoded}",
+            "codec={CODEC} {experts} backbone={backbone} max-layers={} max-experts={}{recoded}{}",
             cut(self.max_layers),
-            cut(self.max_experts)
+            cut(self.max_experts),
+            self.coded(),
         )
+    }
+
+    fn coded(&self) -> String {
+        match (self.entropy, self.bpw) {
+            (false, _) => String::new(),
+            (true, None) => " entropy".to_owned(),
+            (true, Some(bpw)) => format!("{BPW}{}.{:02}", bpw / 100, bpw % 100),
+        }
+    }
+
+    /// The `bpw` that a canonical line names.
+    pub(crate) fn bpw_of(canonical: &str) -> Option<u16> {
+        let (whole, hundredths) = canonical.split_once(BPW)?.1.split_once('.')?;
+        Some(100 * whole.parse::<u16>().ok()? + hundredths.parse::<u16>().ok()?)
     }
 
     /// The same for a checkpoint of floats, where there are no codes to keep: one name for equal vaults.
@@ -240,6 +287,30 @@ mod tests {
         assert_eq!(line(&raw), line(&Settings { group: 32, ..raw.clone() }));
         assert_ne!(line(&raw), line(&Settings { backbone: BackboneBits::Bf16, ..raw.clone() }));
         assert_ne!(line(&base), line(&Settings { max_layers: Some(3), ..base.clone() }));
+        let coded = Settings { entropy: true, bpw: Some(305), ..base.clone() };
+        assert_eq!(line(&coded), line(&base) + " entropy bpw=3.05");
+        assert_eq!(Settings::bpw_of(&line(&coded)), Some(305));
+        let kept = Settings { bpw: None, ..coded };
+        assert_eq!((line(&kept), Settings::bpw_of(&line(&kept))), (line(&base) + " entropy", None));
+    }
+
+    #[test]
+    fn what_cannot_be_entropy_coded_is_refused() {
+        let coded = Settings { entropy: true, bpw: Some(325), ..Settings::default() };
+        assert!(coded.validate().is_ok());
+        assert!(Settings { bpw: None, bits: 16, ..coded.clone() }.validate().is_ok());
+        for (bad, flag) in [
+            (Settings { bits: 3, ..coded.clone() }, "--bits"),
+            (Settings { bits: 16, ..coded.clone() }, "--bpw"),
+            (Settings { entropy: false, ..coded.clone() }, "--bpw"),
+            (Settings { bpw: Some(425), ..coded.clone() }, "--bpw"),
+            (Settings { bpw: Some(100), ..coded }, "--bpw"),
+        ] {
+            match bad.validate() {
+                Err(SculptError::Setting { flag: found, .. }) => assert_eq!(found, flag),
+                other => panic!("{other:?}"),
+            }
+        }
     }
 
     #[test]

@@ -8,6 +8,7 @@ use std::fmt;
 use std::io;
 use std::ops::{Deref, DerefMut};
 use std::ptr::{self, NonNull};
+use std::sync::Arc;
 
 /// Alignment of every buffer: Apple's page, and a multiple of every page and block size on the other systems.
 pub const PAGE: usize = 16 * 1024;
@@ -140,7 +141,9 @@ impl Drop for Mapping {
 
 /// A buffer of bytes that starts at a multiple of [`PAGE`] (of 2 MiB from that size on) and begins as zeros.
 pub struct AlignedBuf {
-    mapping: Option<Mapping>,
+    mapping: Option<Arc<Mapping>>,
+    /// Of the mapping's bytes, these are nobody else's.
+    offset: usize,
     len: usize,
 }
 
@@ -150,12 +153,25 @@ impl AlignedBuf {
     /// # Errors
     /// [`OutOfMemory`] where the system refuses.
     pub fn zeroed(len: usize) -> Result<Self, OutOfMemory> {
-        let mapping = if len == 0 { None } else { Some(Mapping::new(len)?) };
-        Ok(Self { mapping, len })
+        let mapping = if len == 0 { None } else { Some(Arc::new(Mapping::new(len)?)) };
+        Ok(Self { mapping, offset: 0, len })
+    }
+
+    /// So many buffers of `len` zero bytes, side by side, each at a multiple of [`PAGE`]: small ones share huge pages.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`] where the system refuses.
+    pub(crate) fn zeroed_side_by_side(count: usize, len: usize) -> Result<Vec<Self>, OutOfMemory> {
+        let too_large = || OutOfMemory { bytes: len, source: io::Error::from(io::ErrorKind::OutOfMemory) };
+        let each = len.checked_next_multiple_of(PAGE).ok_or_else(too_large)?;
+        let all = each.checked_mul(count).ok_or_else(too_large)?;
+        let mapping = if all == 0 { None } else { Some(Arc::new(Mapping::new(all)?)) };
+        Ok((0..count).map(|i| Self { mapping: mapping.clone(), offset: i * each, len }).collect())
     }
 
     fn start(&self) -> NonNull<u8> {
-        self.mapping.as_ref().map_or(NonNull::dangling(), Mapping::start)
+        // SAFETY: `offset + len` is at most the mapping's length.
+        self.mapping.as_ref().map_or(NonNull::dangling(), |m| unsafe { m.start().add(self.offset) })
     }
 }
 
@@ -163,8 +179,8 @@ impl Deref for AlignedBuf {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: `len` bytes from `start` are mapped, initialised (anonymous memory is zero) and owned by
-        // `self`, and writers need `&mut self`. For `len` 0 a dangling pointer is allowed.
+        // SAFETY: `len` bytes from `start` are mapped, initialised (anonymous memory is zero) and those of `self`
+        // alone, and writers need `&mut self`. For `len` 0 a dangling pointer is allowed.
         unsafe { std::slice::from_raw_parts(self.start().as_ptr(), self.len) }
     }
 }
@@ -200,6 +216,19 @@ mod tests {
             buf[len - 1] = 7;
             buf[0] = 9;
             assert_eq!(buf[0], 9);
+        }
+    }
+
+    #[test]
+    fn buffers_side_by_side_are_apart() {
+        for len in [0, 1, PAGE, PAGE + 1, HUGE_PAGE / 2] {
+            let mut all = AlignedBuf::zeroed_side_by_side(5, len).unwrap();
+            for (i, buf) in (1..).zip(&mut all) {
+                assert!(buf.len() == len && buf.as_ptr().addr().is_multiple_of(PAGE) || len == 0);
+                buf.fill(i);
+            }
+            drop(all.remove(2));
+            assert!([1, 2, 4, 5].iter().zip(&all).all(|(i, buf)| buf.iter().all(|byte| byte == i)));
         }
     }
 

@@ -100,12 +100,12 @@ impl Reading {
             self.read(record, &mut slot[..len])?;
             return self.check(record, &slot[..len]);
         };
-        let raw = &mut staging[..len];
-        self.read(record, raw)?;
-        self.check(record, raw)?;
-        let start = Instant::now();
-        let decoded = decoder.decode(record.key, raw, &mut slot[..record.slot_len as usize]);
+        self.read(record, &mut staging[..len])?;
+        self.check(record, &staging[..len])?;
+        let (start, slot) = (Instant::now(), &mut slot[..record.slot_len as usize]);
+        let decoded = decoder.decode(record.key, &staging[..len + decoder.slack()], slot);
         self.meter.decode_ns.add_time(start.elapsed());
+        self.meter.decoded_bytes.add(slot.len() as u64);
         decoded.map_err(|why| {
             self.meter.decode_errors.add(1);
             let (file, offset, key) = self.whereabouts(record);

@@ -20,9 +20,15 @@ pub struct Record {
 /// Turns a record as it lies on disk into what a slot shall hold; runs on the reader threads.
 ///
 /// For older layouts that are re-tiled and for entropy-coded records. With one, reads land in a staging buffer
-/// of the reader; without, straight in the slot.
+/// of the reader, which is used again and again and so stays in its caches; without, straight in the slot.
 pub trait RecordDecoder: Send + Sync {
-    /// Fills `slot` (`slot_len` bytes, contents unspecified) from `raw` (`len` bytes, checksum verified).
+    /// Readable bytes, of any content, that `decode` wants behind a record.
+    fn slack(&self) -> usize {
+        0
+    }
+
+    /// Fills `slot` (`slot_len` bytes, contents unspecified) from `raw`: `len` bytes, checksum verified, and
+    /// [`slack`](Self::slack) bytes behind them, of which the outcome must not depend.
     ///
     /// # Errors
     /// Says what is wrong with `raw`; the demander gets it as [`crate::StoreError::Decode`].

@@ -375,11 +375,12 @@ pub(crate) struct Readers {
 impl Readers {
     fn start(reading: &Reading, count: usize) -> Result<Self, StoreError> {
         let longest = reading.records.iter().map(|record| record.len).max().unwrap_or(0);
-        let staging_bytes = if reading.decoder.is_some() { longest as usize } else { 0 };
+        let staging_bytes = reading.decoder.as_ref().map_or(0, |decoder| longest as usize + decoder.slack());
         // Made first, so that the threads that did start are joined if a later one does not.
         let mut readers = Self { exchange: reading.exchange.clone(), threads: Vec::with_capacity(count) };
-        for number in 0..count {
-            let staging = AlignedBuf::zeroed(staging_bytes)?;
+        // In huge pages if they are enough together: a drive's reads gain as much from them as into slots.
+        let staging = AlignedBuf::zeroed_side_by_side(count, staging_bytes)?;
+        for (number, staging) in staging.into_iter().enumerate() {
             let reader = Reader { reading: reading.clone(), staging };
             let thread = thread::Builder::new().name(format!("smoe-reader-{number}"));
             readers.threads.push(thread.spawn(move || reader.run()).map_err(StoreError::Spawn)?);

@@ -342,12 +342,19 @@ fn a_bad_demand_changes_nothing() {
 struct Adder;
 
 impl RecordDecoder for Adder {
+    fn slack(&self) -> usize {
+        100
+    }
+
     fn decode(&self, key: ExpertKey, raw: &[u8], slot: &mut [u8]) -> Result<(), String> {
         match key.expert {
             2 => return Err("symbol table is empty".into()),
             3 => panic!("index out of range"),
             _ => (),
         }
+        // The slack is there, also behind the longest record.
+        let record = raw.len() - self.slack();
+        assert!(record.is_multiple_of(512) && record >= slot.len());
         for (slot, raw) in slot.iter_mut().zip(raw) {
             *slot = raw.wrapping_add(1);
         }
@@ -374,7 +381,9 @@ fn decoders_fill_slots_and_their_errors_arrive() {
         }
         disk.on_read(disk.reads(), Fault::Torn(0));
         drop(demand_all(&mut store, &[key(0, 1), key(0, 4)]));
-        assert_eq!(store.meter().snapshot().decode_errors, 2);
+        let counted = store.meter().snapshot();
+        assert_eq!(counted.decode_errors, 2);
+        assert!(counted.decoded_bytes > 0 && counted.decode_bytes_per_s().is_some());
     });
 }
 

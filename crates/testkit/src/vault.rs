@@ -7,6 +7,7 @@ use std::path::Path;
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 use smoe_format::backbone::label;
+use smoe_format::entropy::decode_record;
 use smoe_format::expert_file::{Architecture, FileEntry, Manifest, Provenance};
 use smoe_format::half::{bf16_to_f32, f32_to_bf16};
 use smoe_format::{
@@ -14,7 +15,7 @@ use smoe_format::{
 };
 
 use crate::weights::Weights;
-use crate::write;
+use crate::{read, write};
 
 /// The encoding of a label, level tables included, which `str::parse` refuses: those that have a name, and made up
 /// levels in no order for `t2/64` and the like.
@@ -87,6 +88,36 @@ pub fn write_vault(
     bytes.extend(records);
     assert_eq!(bytes.len() as u64, file.file_len, "length of the expert file");
     write(&dir.join(file_name::EXPERTS), &bytes);
+}
+
+/// Writes the entropy-coded vault in `from` into `to`, which must exist, with the same codes in records that lie on
+/// disk as they do in memory.
+///
+/// # Panics
+/// If a file cannot be read or written, or `from` is no such vault.
+pub fn entropy_decode(from: &Path, to: &Path) {
+    let bytes = read(&from.join(file_name::EXPERTS));
+    let coded = ExpertFile::parse(&bytes, bytes.len() as u64).expect("a vault");
+    assert!(coded.coded, "entropy-coded");
+    let manifest = coded.manifest().expect("of version 3").clone();
+    for name in manifest.files.iter().map(|entry| &entry.name) {
+        write(&to.join(name), &read(&from.join(name)));
+    }
+    let table = |layer: u32| coded.table(layer).expect("a planned layer");
+    let mut file =
+        ExpertFile::plan(manifest, |layer| table(layer).tensors.map(|t| t.encoding)).expect("as before");
+    let mut records = Vec::new();
+    for (record, coded) in file.records.iter_mut().zip(&coded.records) {
+        let raw = &bytes[coded.offset as usize..][..coded.len as usize];
+        let mut plain = vec![0; record.len as usize];
+        decode_record(raw, raw.len(), table(record.key.layer), &mut plain, |block| block.decode())
+            .expect("whole");
+        record.crc32c = Some(record_crc(record.key, &plain));
+        records.extend(plain);
+    }
+    let mut bytes = file.head_bytes();
+    bytes.extend(records);
+    write(&to.join(file_name::EXPERTS), &bytes);
 }
 
 fn backbone_bytes(

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use safetensors::{Dtype, SafeTensors};
 use smoe_format::backbone::LayerPart;
+use smoe_format::entropy::decode_record;
 use smoe_format::half::{bf16_to_f32, f16_to_f32};
 use smoe_format::original::checkpoint_name;
 use smoe_format::{
@@ -338,8 +339,16 @@ impl Weights for VaultWeights {
         assert_eq!(record.crc32c, Some(record_crc(key, bytes)), "checksum of {key}");
         let table = self.experts.table(key.layer).expect("a record's layer has a table");
         let tensor = table.tensors[projection as usize];
-        let bytes = &bytes[tensor.offset..tensor.offset + tensor.len];
-        decode(tensor.encoding, bytes, tensor.rows, tensor.cols)
+        let mut tiles = Vec::new();
+        let bytes = if self.experts.coded {
+            tiles.resize(table.record_len, 0);
+            decode_record(bytes, bytes.len(), table, &mut tiles, |block| block.decode())
+                .unwrap_or_else(|e| panic!("{key}: {e}"));
+            &tiles
+        } else {
+            bytes
+        };
+        decode(tensor.encoding, &bytes[tensor.offset..tensor.offset + tensor.len], tensor.rows, tensor.cols)
     }
 }
 

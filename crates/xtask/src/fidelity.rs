@@ -44,25 +44,37 @@ struct Recipe {
     backbone: BackboneBits,
     exact: bool,
     kv: Option<KvType>,
+    /// Entropy-coded, so many hundredths of a bit a weight.
+    bpw: Option<u16>,
 }
+
+/// Hundredths of a bit of the entropy-coded recipes: between the widths, and near them.
+const BPW: [u16; 6] = [380, 360, 340, 325, 260, 230];
 
 /// The widths, finest first; 16 is the reference.
 const BITS: [u8; 6] = [8, 6, 5, 4, 3, 2];
 
 impl Recipe {
-    const REFERENCE: Self = Self { bits: 16, backbone: BackboneBits::Bf16, exact: false, kv: None };
-    const SHIPPED: Self = Self { bits: 4, backbone: BackboneBits::Q8, exact: false, kv: None };
+    const REFERENCE: Self =
+        Self { bits: 16, backbone: BackboneBits::Bf16, exact: false, kv: None, bpw: None };
+    const SHIPPED: Self = Self { bits: 4, backbone: BackboneBits::Q8, ..Self::REFERENCE };
 
     /// All of them, the reference first.
     fn all() -> Vec<Self> {
         let plain = BITS.map(|bits| Self { bits, ..Self::REFERENCE });
         let exact = BITS.map(|bits| Self { bits, exact: true, ..Self::REFERENCE });
         let kv = Self { kv: Some(KvType::Q8), ..Self::SHIPPED };
-        [Self::REFERENCE].into_iter().chain(plain).chain(exact).chain([Self::SHIPPED, kv]).collect()
+        let coded = BPW.map(|bpw| Self { bits: 4, bpw: Some(bpw), ..Self::REFERENCE });
+        let plain = [Self::REFERENCE].into_iter().chain(plain).chain(exact);
+        plain.chain([Self::SHIPPED, kv]).chain(coded).collect()
     }
 
     fn label(self) -> String {
-        let bits = if self.bits == 16 { "bf16".to_owned() } else { format!("{} bits", self.bits) };
+        let bits = match (self.bits, self.bpw) {
+            (16, _) => "bf16".to_owned(),
+            (bits, None) => format!("{bits} bits"),
+            (_, Some(bpw)) => format!("entropy-coded, {:.2} bits", f64::from(bpw) / 100.0),
+        };
         let mut label = format!("{bits}, backbone {}", self.backbone);
         if self.exact {
             label += ", --exact";
@@ -150,8 +162,16 @@ pub fn run(args: &Args) -> Result<()> {
 
 /// Sculpts a recipe's vault, if it is not there, and opens it.
 fn open(recipe: Recipe, checkpoint: &Path, scratch: &TempDir) -> Result<Subject> {
-    let path = scratch.path().join(format!("{}-{}", recipe.bits, recipe.backbone));
-    let settings = Settings { bits: recipe.bits, backbone: recipe.backbone, ..Settings::default() };
+    let bpw = recipe.bpw.unwrap_or(0);
+    let path = scratch.path().join(format!("{}-{}-{bpw}", recipe.bits, recipe.backbone));
+    let settings = Settings {
+        bits: recipe.bits,
+        backbone: recipe.backbone,
+        entropy: recipe.bpw.is_some(),
+        bpw: recipe.bpw,
+        group: if recipe.bpw.is_some() { 128 } else { 64 },
+        ..Settings::default()
+    };
     sculpt(checkpoint, &path, &settings, &(), &AtomicBool::new(false))?;
     let vault = Vault::open(&path)?;
     let options = EngineOptions {
@@ -162,8 +182,12 @@ fn open(recipe: Recipe, checkpoint: &Path, scratch: &TempDir) -> Result<Subject>
         ..EngineOptions::default()
     };
     let tensors = || vault.experts.layers.iter().flat_map(|layer| &layer.tensors);
-    let weights: usize = tensors().map(|tensor| tensor.rows * tensor.cols).sum();
-    let bytes: usize = tensors().map(|tensor| tensor.len).sum();
+    let experts = vault.spec.moe.n_experts;
+    let weights: usize = tensors().map(|tensor| tensor.rows * tensor.cols * experts).sum();
+    let bytes: u64 = match vault.experts.coded {
+        true => vault.experts.records.iter().map(|record| record.used).sum(),
+        false => tensors().map(|tensor| (tensor.len * experts) as u64).sum(),
+    };
     Ok(Subject {
         recipe,
         engine: Engine::open(&vault, &options)?,

@@ -27,6 +27,9 @@ pub struct Args {
     /// Seed of the moments [default: the clock's]
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
+    /// Entropy-code the experts, whose records' places are known only once they are made
+    #[arg(long)]
+    entropy: bool,
     /// The smoe binary [default: built from this source, beside this one]
     #[arg(long, value_name = "FILE")]
     binary: Option<PathBuf>,
@@ -45,6 +48,7 @@ pub fn run(args: &Args) -> Result<()> {
         binary: binary(args.binary.as_deref())?,
         checkpoint: checkpoint(scratch.path())?,
         vault: scratch.path().join("killed"),
+        entropy: args.entropy,
     };
 
     let reference = scratch.path().join("undisturbed");
@@ -96,6 +100,7 @@ struct Sculpt {
     binary: PathBuf,
     checkpoint: PathBuf,
     vault: PathBuf,
+    entropy: bool,
 }
 
 impl Sculpt {
@@ -103,6 +108,9 @@ impl Sculpt {
     fn start(&self, vault: &Path) -> Result<Child> {
         let mut command = Command::new(&self.binary);
         command.arg("sculpt").arg(&self.checkpoint).arg(vault).args(["--threads", "1"]);
+        if self.entropy {
+            command.arg("--entropy");
+        }
         Ok(command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn()?)
     }
 

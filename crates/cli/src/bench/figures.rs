@@ -54,15 +54,14 @@ pub struct Around {
 
 /// Memory that measuring the disk takes besides the engine.
 pub fn buffer_bytes(vault: &Vault) -> u64 {
-    ceiling::disk_buffer_bytes(vault.experts.layers.iter().map(|table| table.record_len).max().unwrap_or(0))
-        as u64
+    ceiling::disk_buffer_bytes(vault.experts.longest_record() as usize) as u64
 }
 
 impl Ceilings {
     /// Measures both, before any expert is in memory.
     pub fn measure(vault: &Vault, engine: &mut Engine) -> Result<Self, Failure> {
         let file = FileDisk::open(&vault.experts_path, OpenMode::Auto)?;
-        let disk = ceiling::disk(&file, engine.info().plan.slot_bytes as usize, DISK_TIME)?;
+        let disk = ceiling::disk(&file, vault.experts.longest_record() as usize, DISK_TIME)?;
         let memory = engine.memory_ceiling(passes(engine));
         let best = disk.depths.iter().map(|(_, rate)| *rate).fold(f64::NAN, f64::max);
         Ok(Self {
@@ -205,6 +204,12 @@ pub fn record(vault: &Vault, bench: &Bench, ceilings: &Ceilings, facts: &Facts) 
     let short: Vec<Stretch> = runs.iter().map(|run| run.short).collect();
     let per_token = |f: fn(&Stretch) -> u64| short.iter().map(move |s| f(s) as f64 / s.tokens as f64);
     record.spread("disk_bytes_per_token", per_token(|s| s.store.disk_bytes));
+    if vault.experts.coded {
+        record.spread("slot_bytes_per_token", per_token(|s| s.store.decoded_bytes));
+        record.spread("entropy_decode_ms_per_token", per_token(|s| s.store.decode_ns).map(|ns| ns / 1e6));
+        let rates = short.iter().filter_map(|s| s.store.decode_bytes_per_s());
+        record.spread("entropy_decode_slot_gb_s", rates.map(|rate| rate / 1e9));
+    }
     let touched = Touched::of(vault);
     record.set("touched_bytes_per_token", touched.all());
     record.spread("hit_rate", short.iter().filter_map(|s| s.store.hit_rate()));
@@ -304,12 +309,16 @@ fn model_facts(record: &mut Record, vault: &Vault) {
         .flat_map(|l| l.tensors.iter().map(|t| (t.rows * t.cols) as u64 * u64::from(l.n_experts)))
         .sum();
     let bytes: u64 = experts.layers.iter().map(|l| l.used_bytes() as u64 * u64::from(l.n_experts)).sum();
+    let on_disk: u64 = experts.records.iter().map(|record| record.used).sum();
     let resident: u64 = vault.backbone.iter().map(|(_, t)| (t.rows * t.cols) as u64).sum();
     record.set("model", spec.model_type.clone());
     record.set("layers", spec.n_layers());
     record.set("experts", spec.moe.n_experts);
     record.set("top_k", spec.moe.top_k);
     record.set("expert_bits_per_weight", rounded(8.0 * bytes as f64 / weights.max(1) as f64));
+    if experts.coded {
+        record.set("expert_disk_bits_per_weight", rounded(8.0 * on_disk as f64 / weights.max(1) as f64));
+    }
     let backbone = vault.backbone.file_len as f64;
     record.set("backbone_bits_per_weight", rounded(8.0 * backbone / resident.max(1) as f64));
     record.set("expert_file_bytes", experts.file_len);

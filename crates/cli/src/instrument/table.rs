@@ -82,6 +82,10 @@ fn write(reading: &Reading, out: &mut String) -> fmt::Result {
     if let Some(rate) = decode.read_gb_s() {
         write!(out, " · {rate:.2} GB/s while reads were under way")?;
     }
+    if let Some(rate) = store.decode_bytes_per_s() {
+        let (slots, ms) = (Bytes(a_token(store.decoded_bytes) as u64), a_token(store.decode_ns) / 1e6);
+        write!(out, " · decoded to {slots} in {ms:.2} ms, {:.1} GB/s a reader", rate / 1e9)?;
+    }
     writeln!(out)?;
     let share = reading.ring_slots as f64 / reading.n_experts.max(1) as f64;
     writeln!(

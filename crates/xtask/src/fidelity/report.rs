@@ -116,7 +116,7 @@ impl Report<'_> {
             let find = |exact| {
                 self.subjects
                     .iter()
-                    .find(|s| s.recipe.bits == bits && s.recipe.exact == exact)
+                    .find(|s| s.recipe.bits == bits && s.recipe.exact == exact && s.recipe.bpw.is_none())
                     .map(|s| &s.scores.prototype)
             };
             let (Some(exact), Some(coded)) = (find(true), find(false)) else { continue };

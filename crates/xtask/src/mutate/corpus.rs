@@ -91,6 +91,17 @@ pub fn corpus(root: &Path) -> Result<Vec<Base>> {
     sculpt(&checkpoint, &directory, &Settings::default(), &(), &AtomicBool::new(false))?;
     bases.push(Base::open("sculpted", directory.clone(), directory)?);
 
+    // Entropy-coded; wide enough for coding to pay.
+    let checkpoint = root.join("wide-checkpoint");
+    fs::create_dir(&checkpoint)?;
+    let mut spec = TinyModel::qwen3(6).spec;
+    (spec.d_model, spec.moe.d_expert) = (192, 128);
+    TinyModel::new(spec, 6).write_checkpoint(&checkpoint, CheckpointOptions::default());
+    let directory = root.join("coded");
+    let settings = Settings { entropy: true, bpw: Some(250), ..Settings::default() };
+    sculpt(&checkpoint, &directory, &settings, &(), &AtomicBool::new(false))?;
+    bases.push(Base::open("coded", directory.clone(), directory)?);
+
     if let Some(fixture) = shared_path("fixtures/original-vault-v2") {
         let directory = root.join("original");
         fs::create_dir(&directory)?;

@@ -59,7 +59,11 @@ impl GpuBackend {
             for buffer in &self.rows {
                 self.gpu.write(&buffer.rows, 0, bytemuck::cast_slice(&[POSITION, 0, 0, 0]));
             }
-            if apart { self.flow_apart(&[0])? } else { self.flow_all(0, &[0])? }
+            if apart {
+                self.flow_apart(&[0])?
+            } else {
+                self.flow_all(0, &[0])?
+            }
             if times.is_empty() && began.elapsed() < warm_up {
                 continue;
             }
