@@ -17,6 +17,7 @@ pub fn sculpt(args: &SculptArgs) -> Result<(), Failure> {
         bits: args.bits.unwrap_or(usual.0),
         group: args.group,
         backbone: args.backbone.unwrap_or(usual.1),
+        recipe: args.recipe,
         // Who names bits wants those, not the codes that a checkpoint has. Its own numbers are its codes.
         keep_experts: args.bits.is_none_or(|bits| bits == 16),
         keep_backbone: args.backbone.is_none_or(|bits| bits == BackboneBits::Bf16),

@@ -7,22 +7,36 @@ use std::path::Path;
 
 use smoe_format::half::f32_to_f16;
 use smoe_format::{Encoding, record_crc_start};
+use smoe_kernels::Kernels;
 
 use crate::checkpoint::Checkpoint;
 use crate::error::SculptError;
 use crate::plan::{Item, Plan, row_offset, runs};
-use crate::settings::Role;
+use crate::quantise;
+use crate::settings::{Recipe, Role, Settings};
 use crate::source::{Codes, Kept, Source};
 
 static ZEROS: [u8; 4096] = [0; 4096];
 
 /// A worker's buffers: a run's bytes, its weights or codes, what becomes of them.
-#[derive(Default)]
 pub(crate) struct Scratch {
+    pub kernels: Kernels,
     pub raw: Vec<u8>,
     pub values: Vec<f32>,
     pub codes: Codes,
     pub out: Vec<u8>,
+}
+
+impl Default for Scratch {
+    fn default() -> Self {
+        Self {
+            kernels: Kernels::detect(),
+            raw: Vec::new(),
+            values: Vec::new(),
+            codes: Codes::default(),
+            out: Vec::new(),
+        }
+    }
 }
 
 /// What a run of rows lost on its way into the vault.
@@ -41,6 +55,7 @@ pub(crate) fn encode_rows(
     checkpoint: &Checkpoint,
     source: &Source,
     encoding: Encoding,
+    recipe: Recipe,
     rows: Range<usize>,
     scratch: &mut Scratch,
 ) -> Result<Loss, SculptError> {
@@ -69,7 +84,14 @@ pub(crate) fn encode_rows(
         return Ok(Loss::Beyond(w));
     }
     scratch.out.resize(len, 0);
-    encoding.encode(&scratch.values, source.cols, &mut scratch.out);
+    let (values, cols, out) = (&scratch.values, source.cols, &mut scratch.out);
+    match encoding {
+        Encoding::Uniform(uniform) => match recipe.at(uniform.bits()) {
+            Recipe::Searched => quantise::encode_searched(scratch.kernels, uniform, values, cols, out),
+            Recipe::Absmax => quantise::encode_absmax(scratch.kernels, uniform, values, cols, out),
+        },
+        _ => encoding.encode(values, cols, out),
+    }
     // Whatever the source, `f32` holds its weights.
     Ok(if encoding == Encoding::F32 { Loss::None } else { Loss::Some })
 }
@@ -111,12 +133,13 @@ pub(crate) fn write_item(
     plan: &Plan,
     item: Item,
     (file, path): (&File, &Path),
-    lossless: bool,
+    settings: &Settings,
     scratch: &mut Scratch,
 ) -> Result<u32, SculptError> {
     let (offset, len) = plan.place(item);
     let mut writer = Writer { file, path, at: offset, crc: crc_start(plan, item) };
     let sources = &plan.sources;
+    let (recipe, lossless) = (settings.recipe, settings.lossless);
     match item {
         Item::Expert(i) => {
             let (key, tensors) = &sources.experts[i];
@@ -126,7 +149,7 @@ pub(crate) fn write_item(
             {
                 writer.zeros_to(offset + entry.offset as u64)?;
                 for rows in runs(entry.rows, entry.cols) {
-                    let loss = encode_rows(checkpoint, source, entry.encoding, rows, scratch)?;
+                    let loss = encode_rows(checkpoint, source, entry.encoding, recipe, rows, scratch)?;
                     refuse(loss, lossless, source, Role::Expert { layer: key.layer, projection }, || {
                         sources.family.expert(&sources.spec, *key, projection).name
                     })?;
@@ -139,7 +162,7 @@ pub(crate) fn write_item(
             let t = &plan.backbone.tensors[tensor];
             let rows = runs(t.rows, t.cols).nth(run).expect("items are made from runs");
             debug_assert_eq!(offset, t.offset + row_offset(t.encoding, rows.start, t.cols));
-            let loss = encode_rows(checkpoint, &t.source, t.encoding, rows, scratch)?;
+            let loss = encode_rows(checkpoint, &t.source, t.encoding, recipe, rows, scratch)?;
             refuse(loss, lossless, &t.source, Role::Backbone(t.tensor), || sources.backbone_name(t.tensor))?;
             writer.put(&scratch.out)?;
         }

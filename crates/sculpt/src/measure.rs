@@ -22,7 +22,7 @@ use crate::encode::{Loss, Scratch, encode_rows};
 use crate::error::SculptError;
 use crate::plan::{Sources, kind_name, row_offset, runs};
 use crate::progress::Progress;
-use crate::settings::Settings;
+use crate::settings::{Recipe, Settings};
 use crate::source::Source;
 use crate::vault::{read_backbone, read_head};
 use crate::verify::{original_backbone, original_spec};
@@ -117,7 +117,8 @@ pub fn compare_codes(
     let counts = pair.walk(threads, progress, stop, |piece, buffers| {
         let Buffers { scratch, stored, .. } = buffers;
         // A weight that cannot be coded has no code to compare: every code of the run then differs.
-        let loss = encode_rows(&pair.checkpoint, &piece.source, piece.encoding, piece.rows.clone(), scratch)?;
+        let rows = piece.rows.clone();
+        let loss = encode_rows(&pair.checkpoint, &piece.source, piece.encoding, pair.recipe, rows, scratch)?;
         if let Loss::Beyond(_) = loss {
             scratch.out.clear();
             scratch.out.extend(stored.iter().map(|byte| !byte));
@@ -264,6 +265,8 @@ struct Pair {
     checkpoint: Checkpoint,
     experts: (ExpertFile, File, PathBuf),
     backbone: (File, PathBuf),
+    /// How the vault says that its scales were found.
+    recipe: Recipe,
     pieces: Vec<Piece>,
 }
 
@@ -300,8 +303,10 @@ impl Pair {
             });
         }
         let pieces = pieces(&sources, &experts, &backbone, name_of, &backbone_path)?;
+        let recipe = Recipe::of(experts.manifest().map(|manifest| manifest.source.settings.as_str()));
         Ok(Self {
             checkpoint,
+            recipe,
             experts: (experts, experts_file, experts_path),
             backbone: (backbone_file, backbone_path),
             pieces,

@@ -286,8 +286,7 @@ impl Work<'_> {
         let todo: Vec<usize> = (0..items.len()).filter(|&i| crcs[i].get().is_none()).collect();
         let encoded = workers::for_each(workers, todo.len(), self.cancel, |n, scratch: &mut Scratch| {
             let (i, item) = (todo[n], items[todo[n]]);
-            let lossless = self.settings.lossless;
-            let crc = write_item(self.checkpoint, plan, item, data.of(item), lossless, scratch)?;
+            let crc = write_item(self.checkpoint, plan, item, data.of(item), self.settings, scratch)?;
             ledger.finished(&plan.item_name(item), crc, bytes(i))?;
             _ = crcs[i].set(crc);
             done.fetch_add(bytes(i), Ordering::Relaxed);
