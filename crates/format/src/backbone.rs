@@ -321,7 +321,7 @@ impl Backbone {
             let bytes = data + info.data_offsets.0 as u64..data + info.data_offsets.1 as u64;
             let (encoding, rows, cols) = match labels.get(&name) {
                 Some(label) if info.dtype == safetensors::Dtype::U8 => parse_label(label)
-                    .ok_or_else(|| fail(format!("tensor `{name}`: encoding `{label}` is not known")))?,
+                    .map_err(|e| fail(format!("tensor `{name}`: encoding `{label}` is not known: {e}")))?,
                 Some(_) => return Err(fail(format!("tensor `{name}` is coded and not of dtype U8"))),
                 None => {
                     // Original backbones carry tensors that are no weights of ours; what a model needs and
@@ -393,23 +393,30 @@ pub fn label(encoding: Encoding, rows: usize, cols: usize) -> String {
     format!("{encoding} {rows}x{cols}")
 }
 
-fn parse_label(label: &str) -> Option<(Encoding, usize, usize)> {
-    let (encoding, shape) = label.split_once(' ')?;
-    let (rows, cols) = shape.split_once('x')?;
-    Some((encoding.parse().ok()?, rows.parse().ok()?, cols.parse().ok()?))
+fn parse_label(label: &str) -> Result<(Encoding, usize, usize), UnknownEncoding> {
+    let unknown = || UnknownEncoding::Label { label: label.to_owned() };
+    let (encoding, shape) = label.split_once(' ').ok_or_else(unknown)?;
+    let (rows, cols) = shape.split_once('x').ok_or_else(unknown)?;
+    let (Ok(rows), Ok(cols)) = (rows.parse(), cols.parse()) else { return Err(unknown()) };
+    Ok((encoding.parse()?, rows, cols))
 }
 
 impl FromStr for Encoding {
     type Err = UnknownEncoding;
 
-    /// Reads what `Display` writes: `bf16`, `q4/64`, `q4a/64`.
+    /// Reads what `Display` writes: `bf16`, `q4/64`, `q4a/64`. Level tables are refused: a label has no room for
+    /// their levels, so only experts have them, whose table of encodings does.
     fn from_str(s: &str) -> Result<Self, UnknownEncoding> {
-        let unknown = || UnknownEncoding { label: s.to_owned() };
+        let unknown = || UnknownEncoding::Label { label: s.to_owned() };
         match s {
             "f32" => return Ok(Self::F32),
             "f16" => return Ok(Self::F16),
             "bf16" => return Ok(Self::Bf16),
             _ => {}
+        }
+        let kind = s.split_once('/').map_or(s, |(kind, _)| kind);
+        if matches!(kind, "mxfp4" | "iq4_nl" | "t2" | "t3" | "t4") {
+            return Err(UnknownEncoding::Table { label: s.to_owned() });
         }
         let (code, group) = s.strip_prefix('q').and_then(|s| s.split_once('/')).ok_or_else(unknown)?;
         let (bits, zero) = match code.strip_suffix('a') {
@@ -421,10 +428,19 @@ impl FromStr for Encoding {
     }
 }
 
-/// A label that names no encoding.
+/// A label that names no encoding, or not all of one.
 #[derive(Debug, thiserror::Error)]
-#[error("`{label}` names no encoding")]
-pub struct UnknownEncoding {
-    /// The label.
-    pub label: String,
+pub enum UnknownEncoding {
+    /// No encoding is called that.
+    #[error("`{label}` names no encoding")]
+    Label {
+        /// The label.
+        label: String,
+    },
+    /// A level table, whose levels no label can give.
+    #[error("`{label}` is a level table; only routed experts can have those")]
+    Table {
+        /// The label.
+        label: String,
+    },
 }

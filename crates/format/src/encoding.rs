@@ -6,9 +6,11 @@
 //!   `(code - Z) / Z * scale` with `Z = m / 2`; the scale is the group's largest magnitude;
 //! - affine: `w = code * scale + minimum`.
 //!
-//! The value of a code in `f32` is defined here, roundings included: [`Uniform::dequantise`].
+//! The value of a code in `f32` is defined here, roundings included: [`Uniform::dequantise`]. Codes that name
+//! levels of a table are in [`crate::table`].
 
 use crate::half::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
+use crate::table::Table;
 use crate::tile::{self, ROWS, SCALE_BYTES};
 
 /// How the weights of one tensor lie on disk and in memory.
@@ -22,6 +24,8 @@ pub enum Encoding {
     Bf16,
     /// Uniform codes in tiles ([`tile`]).
     Uniform(Uniform),
+    /// Codes that name levels of a table, in the same tiles.
+    Table(Table),
 }
 
 /// Uniform codes with a scale per (row, group).
@@ -158,25 +162,7 @@ impl Uniform {
     /// If a length does not match.
     #[inline(always)]
     pub fn encode_block(self, weights: &[f32], cols: usize, out: &mut [u8]) {
-        let rows = weights.len() / cols;
-        assert!(rows <= ROWS && rows * cols == weights.len());
-        assert_eq!(out.len(), self.block_bytes(cols));
-        out.fill(0);
-        let group = self.group();
-        let mut codes = [0u8; ROWS * 128];
-        let codes = &mut codes[..ROWS * group];
-        for (g, tile) in out.chunks_exact_mut(self.tile_bytes()).enumerate() {
-            let width = group.min(cols - g * group);
-            if width < group {
-                codes.fill(0);
-            }
-            for (row, codes) in codes.chunks_exact_mut(group).take(rows).enumerate() {
-                let start = row * cols + g * group;
-                let (scale, minimum) = self.encode_group(&weights[start..start + width], &mut codes[..width]);
-                self.write_levels(tile, row, scale, minimum);
-            }
-            tile::pack(codes, self.bits, group, &mut tile[..self.code_bytes()]);
-        }
+        encode_tiles(self, weights, cols, out, |weights, codes| self.encode_group(weights, codes));
     }
 
     /// Writes the scale and the minimum of a row of a tile.
@@ -220,23 +206,61 @@ impl Uniform {
     }
 }
 
+/// Writes a block of up to 32 rows; `encode_group` writes the codes of a group and returns its scale and minimum.
+///
+/// # Panics
+/// If a length does not match.
+#[inline(always)]
+pub(crate) fn encode_tiles(
+    tiles: Uniform,
+    weights: &[f32],
+    cols: usize,
+    out: &mut [u8],
+    mut encode_group: impl FnMut(&[f32], &mut [u8]) -> (u16, u16),
+) {
+    let rows = weights.len() / cols;
+    assert!(rows <= ROWS && rows * cols == weights.len());
+    assert_eq!(out.len(), tiles.block_bytes(cols));
+    out.fill(0);
+    let group = tiles.group();
+    let mut codes = [0u8; ROWS * 128];
+    let codes = &mut codes[..ROWS * group];
+    for (g, tile) in out.chunks_exact_mut(tiles.tile_bytes()).enumerate() {
+        let width = group.min(cols - g * group);
+        if width < group {
+            codes.fill(0);
+        }
+        for (row, codes) in codes.chunks_exact_mut(group).take(rows).enumerate() {
+            let start = row * cols + g * group;
+            let (scale, minimum) = encode_group(&weights[start..start + width], &mut codes[..width]);
+            tiles.write_levels(tile, row, scale, minimum);
+        }
+        tile::pack(codes, tiles.bits, group, &mut tile[..tiles.code_bytes()]);
+    }
+}
+
 impl Encoding {
+    /// The uniform codes in whose tiles the codes lie; `None` for floats. Sizes, places of codes and scales are
+    /// theirs; what a code means, only the encoding itself says.
+    #[must_use]
+    pub const fn tiles(self) -> Option<Uniform> {
+        match self {
+            Self::Uniform(uniform) => Some(uniform),
+            Self::Table(table) => Some(table.tiles()),
+            Self::F32 | Self::F16 | Self::Bf16 => None,
+        }
+    }
+
     /// Bytes of a tensor of `rows x cols`; `None` if that overflows.
     #[must_use]
     pub fn tensor_bytes(self, rows: usize, cols: usize) -> Option<usize> {
         match self {
             Self::F32 => rows.checked_mul(cols)?.checked_mul(4),
             Self::F16 | Self::Bf16 => rows.checked_mul(cols)?.checked_mul(2),
-            Self::Uniform(u) => u.groups(cols).checked_mul(u.tile_bytes())?.checked_mul(rows.div_ceil(ROWS)),
-        }
-    }
-
-    /// Bytes of a run of whole rows, a block of 32 or what is left of the tensor at its end.
-    fn row_run_bytes(self, rows: usize, cols: usize) -> usize {
-        match self {
-            Self::F32 => rows * cols * 4,
-            Self::F16 | Self::Bf16 => rows * cols * 2,
-            Self::Uniform(u) => rows.div_ceil(ROWS) * u.block_bytes(cols),
+            Self::Uniform(_) | Self::Table(_) => {
+                let tiles = self.tiles()?;
+                tiles.groups(cols).checked_mul(tiles.tile_bytes())?.checked_mul(rows.div_ceil(ROWS))
+            }
         }
     }
 
@@ -247,7 +271,7 @@ impl Encoding {
     /// If a length does not match.
     pub fn encode(self, weights: &[f32], cols: usize, out: &mut [u8]) {
         let rows = weights.len().checked_div(cols).unwrap_or(0);
-        assert_eq!(out.len(), self.row_run_bytes(rows, cols), "encoded length");
+        assert_eq!(Some(out.len()), self.tensor_bytes(rows, cols), "encoded length");
         match self {
             Self::F32 => {
                 for (bytes, w) in out.chunks_exact_mut(4).zip(weights) {
@@ -261,6 +285,12 @@ impl Encoding {
                     weights.chunks(ROWS * cols).zip(out.chunks_exact_mut(u.block_bytes(cols)))
                 {
                     u.encode_block(rows, cols, block);
+                }
+            }
+            Self::Table(t) => {
+                let size = t.tiles().block_bytes(cols);
+                for (rows, block) in weights.chunks(ROWS * cols).zip(out.chunks_exact_mut(size)) {
+                    t.encode_block(rows, cols, block);
                 }
             }
         }
@@ -286,6 +316,11 @@ impl Encoding {
                 let block = row / ROWS * size;
                 u.decode_row(&bytes[block..block + size], row % ROWS, out);
             }
+            Self::Table(t) => {
+                let size = t.tiles().block_bytes(cols);
+                let block = row / ROWS * size;
+                t.decode_row(&bytes[block..block + size], row % ROWS, out);
+            }
         }
     }
 
@@ -298,7 +333,7 @@ impl Encoding {
     /// True if weights multiply f32 activations without codes.
     #[must_use]
     pub const fn is_float(self) -> bool {
-        !matches!(self, Self::Uniform(_))
+        matches!(self, Self::F32 | Self::F16 | Self::Bf16)
     }
 }
 
@@ -349,6 +384,7 @@ impl std::fmt::Display for Encoding {
                 let affine = if u.zero == Zero::Affine { "a" } else { "" };
                 write!(f, "q{}{affine}/{}", u.bits, u.group)
             }
+            Self::Table(t) => t.fmt(f),
         }
     }
 }

@@ -17,6 +17,7 @@ use serde::{Deserialize, Serialize};
 use crate::encoding::{Encoding, Uniform, Zero};
 use crate::sarc::{SARC_BYTES, Sarc, Seen};
 use crate::spec::ModelSpec;
+use crate::table::Table;
 use crate::wire::{Bytes, Put};
 use crate::{Backbone, ExpertKey, FormatError, RECORD_ALIGN, original};
 
@@ -29,6 +30,8 @@ const EXTENSION_MAGIC: &[u8; 4] = b"SMV3";
 const EXTENSION_BYTES: usize = 64;
 const EXTENSION_OFFSET: usize = HEADER_BYTES + SARC_BYTES;
 const ENCODING_BYTES: usize = 32;
+/// First byte of a table's levels in its entry.
+const LEVELS_AT: usize = 8;
 const LAYER_BYTES: usize = 112;
 const EXPERT_BYTES: usize = 48;
 /// Header and tables may not be larger: a quarter million experts fit.
@@ -406,9 +409,9 @@ impl ExpertFile {
         let config_offset = experts_offset + self.records.len() * EXPERT_BYTES;
         let config = serde_json::to_vec(manifest).unwrap_or_default();
         let (bits, group) = match encodings.first() {
-            Some(Encoding::Uniform(u)) => (u32::from(u.bits()), u.group() as u32),
             Some(Encoding::F32) => (32, 0),
-            _ => (16, 0),
+            Some(Encoding::F16 | Encoding::Bf16) | None => (16, 0),
+            Some(coded) => coded.tiles().map_or((0, 0), |t| (u32::from(t.bits()), t.group() as u32)),
         };
 
         let mut out = Vec::with_capacity(config_offset + config.len() + RECORD_ALIGN);
@@ -490,12 +493,19 @@ fn encoding_bytes(encoding: Encoding) -> [u8; ENCODING_BYTES] {
         Encoding::Bf16 => b[0] = 2,
         Encoding::Uniform(u) => {
             b[0] = 3;
-            b[1] = u.bits();
-            b[2] = 1;
             b[3] = if u.zero() == Zero::Affine { 2 } else { 0 };
-            b[4..6].copy_from_slice(&(u.group() as u16).to_le_bytes());
-            b[6..8].copy_from_slice(&1u16.to_le_bytes());
         }
+        Encoding::Table(table) => {
+            b[0] = 4;
+            let levels = &mut b[LEVELS_AT..LEVELS_AT + table.register().len()];
+            levels.copy_from_slice(&table.register().map(i8::cast_unsigned));
+        }
+    }
+    if let Some(tiles) = encoding.tiles() {
+        b[1] = tiles.bits();
+        b[2] = 1;
+        b[4..6].copy_from_slice(&(tiles.group() as u16).to_le_bytes());
+        b[6..8].copy_from_slice(&1u16.to_le_bytes());
     }
     b
 }
@@ -509,6 +519,12 @@ fn parse_encoding(b: Bytes<'_>) -> Result<Encoding, FormatError> {
         3 => {
             let zero = if b.u8(3) == 2 { Zero::Affine } else { Zero::Symmetric };
             Uniform::new(b.u8(1), usize::from(b.u16(4)), zero).map(Encoding::Uniform)
+        }
+        4 => {
+            let n = 1usize << b.u8(1).min(4);
+            let levels: Vec<i8> =
+                b.slice()[LEVELS_AT..LEVELS_AT + n].iter().map(|l| l.cast_signed()).collect();
+            Table::new(b.u8(1), usize::from(b.u16(4)), &levels).map(Encoding::Table)
         }
         _ => None,
     };

@@ -12,6 +12,7 @@ pub mod half;
 pub mod original;
 pub mod sarc;
 pub mod spec;
+pub mod table;
 pub mod tile;
 mod wire;
 
@@ -20,6 +21,7 @@ pub use encoding::{Encoding, Uniform, Zero};
 pub use error::FormatError;
 pub use expert_file::{ExpertFile, LayerTable, Projection, RecordEntry, TensorEntry};
 pub use spec::{FfnKind, ModelSpec};
+pub use table::Table;
 
 /// A routed expert's name: which layer, which of its experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -3,7 +3,9 @@
 use proptest::prelude::*;
 use smoe_format::expert_file::{Architecture, FileEntry, Manifest, Provenance};
 use smoe_format::spec::{AttentionSpec, FfnKind, ModelSpec, MoeSpec, RopeScaling, RopeSpec, RouterKind};
-use smoe_format::{Encoding, ExpertFile, ExpertKey, FormatError, RECORD_ALIGN, Uniform, Zero, record_crc};
+use smoe_format::{
+    Backbone, Encoding, ExpertFile, ExpertKey, FormatError, RECORD_ALIGN, Table, Uniform, Zero, record_crc,
+};
 
 fn spec() -> ModelSpec {
     ModelSpec {
@@ -46,15 +48,28 @@ fn spec() -> ModelSpec {
     }
 }
 
+/// Every kind of encoding is in it: uniform codes, two level tables, floats.
 fn planned() -> ExpertFile {
     let q = |bits| Encoding::Uniform(Uniform::new(bits, 64, Zero::Symmetric).expect("valid"));
+    let table = Table::new(3, 128, &[-100, -40, -12, 0, 0, 13, 41, 127]).expect("valid");
     let manifest = Manifest {
         spec: spec(),
         source: Provenance { fingerprint: "f".to_owned(), settings: "s".to_owned() },
         files: vec![FileEntry::new("backbone.safetensors", 1234, 0)],
     };
-    ExpertFile::plan(manifest, |layer| if layer == 1 { [q(4), q(4), q(6)] } else { [Encoding::Bf16; 3] })
-        .expect("small")
+    ExpertFile::plan(manifest, |layer| match layer {
+        1 => [q(4), Encoding::Table(Table::MXFP4), q(6)],
+        _ => [Encoding::Bf16, Encoding::Bf16, Encoding::Table(table)],
+    })
+    .expect("small")
+}
+
+/// A head with the checksum that its bytes have now.
+fn mended(mut head: Vec<u8>) -> Vec<u8> {
+    head[204..208].fill(0);
+    let crc = crc32c::crc32c(&head);
+    head[204..208].copy_from_slice(&crc.to_le_bytes());
+    head
 }
 
 #[test]
@@ -153,6 +168,48 @@ fn records_swapped_or_moved_have_another_checksum() {
     assert_ne!(record_crc(key(0, 1), &bytes), record_crc(key(0, 2), &bytes));
 }
 
+/// The entry of MXFP4 is written as in FORMAT.md 2.4, and no field of a table's entry may say anything else.
+#[test]
+fn the_entry_of_a_level_table_is_read_strictly() {
+    let file = planned();
+    let head = file.head_bytes();
+    let entry = [
+        4, 4, 1, 0, 32, 0, 1, 0, 0, 1, 2, 3, 4, 6, 8, 12, 0, 0xff, 0xfe, 0xfd, 0xfc, 0xfa, 0xf8, 0xf4, 0, 0,
+        0, 0, 0, 0, 0, 0,
+    ];
+    let (mxfp4, fitted) = (256 + 32, 256 + 4 * 32);
+    assert_eq!(head[mxfp4..mxfp4 + 32], entry);
+    assert_eq!(head[fitted..fitted + 8], [4, 3, 1, 0, 128, 0, 1, 0]);
+    let refused = |at: usize, value: u8| {
+        let mut head = head.clone();
+        head[at] = value;
+        matches!(
+            ExpertFile::parse(&mended(head), file.file_len),
+            Err(FormatError::Field { what: "encoding", .. })
+        )
+    };
+    // Five bits, another scale, a zero of its own, a group that is none, another layout.
+    for (at, value) in [(1, 5), (2, 0), (3, 2), (4, 48), (6, 2)] {
+        assert!(refused(mxfp4 + at, value), "byte {at}");
+    }
+    assert!((8..24).all(|at| refused(mxfp4 + at, 0x80)), "a level of -128");
+    assert!((24..32).all(|at| refused(mxfp4 + at, 1)), "a byte past the levels");
+    assert!((16..32).all(|at| refused(fitted + at, 1)), "a ninth level of three bits");
+}
+
+#[test]
+fn a_backbone_tensor_that_claims_a_level_table_is_refused_by_name() {
+    let json = r#"{"__metadata__":{"embed":"mxfp4/32 32x32"},"embed":{"dtype":"U8","shape":[576],"data_offsets":[0,576]}}"#;
+    let mut file = (json.len() as u64).to_le_bytes().to_vec();
+    file.extend_from_slice(json.as_bytes());
+    let error =
+        Backbone::parse(&file, file.len() as u64 + 576).expect_err("a label has no levels").to_string();
+    assert!(error.contains("embed") && error.contains("only routed experts"), "{error}");
+    for table in [Table::MXFP4, Table::IQ4_NL, Table::new(2, 64, &[0; 4]).expect("valid")] {
+        assert!(table.to_string().parse::<Encoding>().is_err());
+    }
+}
+
 proptest! {
     /// With the checksum mended after the damage, parsing still ends in a value or a typed error: no panic,
     /// no endless loop, no allocation that the head's own length does not bound.
@@ -167,10 +224,7 @@ proptest! {
             let at = at % head.len();
             head[at] = value;
         }
-        head[204..208].fill(0);
-        let crc = crc32c::crc32c(&head);
-        head[204..208].copy_from_slice(&crc.to_le_bytes());
-        let _ = ExpertFile::parse(&head, file_len.unwrap_or(file.file_len));
+        let _ = ExpertFile::parse(&mended(head), file_len.unwrap_or(file.file_len));
     }
 
     /// The same for heads of the original's versions, which have no checksum at all.

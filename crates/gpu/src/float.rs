@@ -46,7 +46,7 @@ impl FloatCut {
             Encoding::F32 => 0,
             Encoding::F16 => 1,
             Encoding::Bf16 => 2,
-            Encoding::Uniform(_) => panic!("{encoding} weights are not floats"),
+            Encoding::Uniform(_) | Encoding::Table(_) => panic!("{encoding} weights are not floats"),
         };
         let mut constants = vec![
             ("KIND", kind),

@@ -392,6 +392,7 @@ impl Embed {
             Encoding::F16 => 1,
             Encoding::Bf16 => 2,
             Encoding::Uniform(_) => 3,
+            Encoding::Table(_) => panic!("an embedding of {encoding}"),
         };
         let mut draft = Draft::default().constant("ROWS", rows).constant("COLS", cols).constant("KIND", kind);
         // The same constants for floats, where nothing reads them.

@@ -45,7 +45,7 @@ impl Op for FloatMatmul<'_, '_> {
             Encoding::F32 => self.scalar_of::<F32>(),
             Encoding::F16 => self.scalar_of::<F16>(),
             Encoding::Bf16 => self.scalar_of::<Bf16>(),
-            Encoding::Uniform(_) => {}
+            Encoding::Uniform(_) | Encoding::Table(_) => {}
         }
     }
 
@@ -55,7 +55,7 @@ impl Op for FloatMatmul<'_, '_> {
             Encoding::F32 => self.vector_of::<S, F32>(s),
             Encoding::F16 => self.vector_of::<S, F16>(s),
             Encoding::Bf16 => self.vector_of::<S, Bf16>(s),
-            Encoding::Uniform(_) => {}
+            Encoding::Uniform(_) | Encoding::Table(_) => {}
         }
     }
 }

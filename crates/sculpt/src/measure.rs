@@ -123,10 +123,10 @@ pub fn compare_codes(
             scratch.out.clear();
             scratch.out.extend(stored.iter().map(|byte| !byte));
         }
-        Ok(match piece.encoding {
-            Encoding::Uniform(uniform) => compare_tiles(uniform, piece, stored, &scratch.out),
-            Encoding::F32 => compare_words::<4>(stored, &scratch.out),
-            Encoding::F16 | Encoding::Bf16 => compare_words::<2>(stored, &scratch.out),
+        Ok(match (piece.encoding.tiles(), piece.encoding) {
+            (Some(tiles), _) => compare_tiles(tiles, piece, stored, &scratch.out),
+            (None, Encoding::F32) => compare_words::<4>(stored, &scratch.out),
+            (None, _) => compare_words::<2>(stored, &scratch.out),
         })
     })?;
     Ok(counts.into_iter().map(|(kind, counts)| CodeCounts { kind, ..counts }).collect())

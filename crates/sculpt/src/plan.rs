@@ -258,7 +258,7 @@ impl<S> BackboneLayout<S> {
                 Encoding::F32 => ("F32", None),
                 Encoding::F16 => ("F16", None),
                 Encoding::Bf16 => ("BF16", None),
-                Encoding::Uniform(_) => {
+                Encoding::Uniform(_) | Encoding::Table(_) => {
                     labels.insert(t.tensor.to_string(), backbone::label(t.encoding, t.rows, t.cols));
                     ("U8", Some(vec![t.len]))
                 }

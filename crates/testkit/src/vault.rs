@@ -87,7 +87,7 @@ fn backbone_bytes(
             Encoding::F32 => Dtype::F32,
             Encoding::F16 => Dtype::F16,
             Encoding::Bf16 => Dtype::BF16,
-            Encoding::Uniform(_) => Dtype::U8,
+            Encoding::Uniform(_) | Encoding::Table(_) => Dtype::U8,
         };
         let shape = match (encoding.is_float(), tensor.is_vector()) {
             (false, _) => vec![bytes.len()],

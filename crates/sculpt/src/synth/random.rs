@@ -88,7 +88,16 @@ impl Random {
     /// it for them. Codes are uniform, the scale is one constant; padding is as FORMAT.md wants it.
     pub fn rows(&mut self, encoding: Encoding, rows: usize, cols: usize, deviation: f32, out: &mut [u8]) {
         match encoding {
-            Encoding::Uniform(u) => self.tiles(u, rows, cols, deviation, out),
+            Encoding::Uniform(u) => {
+                // Codes 0 to m mean -1 to 1 in m equal steps: variance (m + 2) / 3m.
+                let m = f32::from(u.max_code());
+                self.tiles(u, rows, cols, deviation / ((m + 2.0) / (3.0 * m)).sqrt(), out);
+            }
+            Encoding::Table(t) => {
+                let power = t.levels().iter().map(|&level| f32::from(level).powi(2)).sum::<f32>();
+                let rms = (power / t.levels().len() as f32).sqrt();
+                self.tiles(t.tiles(), rows, cols, deviation / rms.max(1.0), out);
+            }
             Encoding::Bf16 => {
                 // Random sign and fraction under one exponent: 1.5275 times the power of two, rms.
                 let power = (deviation * (std::f32::consts::SQRT_2 / 1.5275)).to_bits() >> 23;
@@ -102,10 +111,8 @@ impl Random {
         }
     }
 
-    fn tiles(&mut self, u: Uniform, rows: usize, cols: usize, deviation: f32, out: &mut [u8]) {
-        // Codes 0 to m mean -1 to 1 in m equal steps: variance (m + 2) / 3m.
-        let m = f32::from(u.max_code());
-        let scale = f32_to_f16(deviation / ((m + 2.0) / (3.0 * m)).sqrt());
+    fn tiles(&mut self, u: Uniform, rows: usize, cols: usize, scale: f32, out: &mut [u8]) {
+        let scale = f32_to_f16(scale);
         let tiles = out.chunks_exact_mut(u.tile_bytes());
         for (i, tile) in tiles.enumerate() {
             let (block, group) = (i / u.groups(cols), i % u.groups(cols));

@@ -86,14 +86,14 @@ impl Text {
     pub fn mute(&self, encoding: Encoding, first: usize, rows: usize, cols: usize, out: &mut [u8]) {
         let from = self.mute.partition_point(|&id| id < first);
         for row in self.mute[from..].iter().map(|id| id - first).take_while(|row| *row < rows) {
-            match encoding {
-                Encoding::Uniform(u) => {
+            match encoding.tiles() {
+                Some(u) => {
                     let groups = u.groups(cols);
                     let tiles = out.chunks_exact_mut(u.tile_bytes()).skip(row / ROWS * groups).take(groups);
                     // Whatever the codes are.
                     tiles.for_each(|tile| u.write_row(tile, row % ROWS, &[], 0, 0));
                 }
-                _ => {
+                None => {
                     let len = out.len() / rows;
                     out[row * len..(row + 1) * len].fill(0);
                 }

@@ -143,6 +143,7 @@ fn describe(vault: &Vault, path: &Path, (modified, _): Stamp) -> Listing {
         Encoding::F32 => 32,
         Encoding::F16 | Encoding::Bf16 => 16,
         Encoding::Uniform(uniform) => uniform.bits(),
+        Encoding::Table(table) => table.bits(),
     };
     let encodings = vault.experts.layers.iter().flat_map(|layer| layer.tensors);
     let source = vault.experts.manifest().map_or("", |manifest| manifest.source.fingerprint.as_str());
