@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use smoe_engine::Vault;
 use smoe_engine::plan::Bytes;
 use smoe_format::spec::RopeScaling;
-use smoe_format::{FfnKind, Projection};
+use smoe_format::{Encoding, FfnKind, Projection, Table};
 
 use crate::args::InspectArgs;
 use crate::failure::Failure;
@@ -53,6 +53,10 @@ fn facts(vault: &Vault) -> Result<Value, Failure> {
             })
         })
         .collect();
+    let tables: Vec<Value> = level_tables(vault)
+        .iter()
+        .map(|table| json!({ "encoding": table.to_string(), "levels": table.levels() }))
+        .collect();
     let mut backbone: BTreeMap<String, u64> = BTreeMap::new();
     for (_, tensor) in vault.backbone.iter() {
         *backbone.entry(tensor.encoding.to_string()).or_default() += tensor.bytes.end - tensor.bytes.start;
@@ -71,9 +75,23 @@ fn facts(vault: &Vault) -> Result<Value, Failure> {
         "backbone_bytes": vault.backbone.file_len,
         "backbone_bytes_by_encoding": backbone,
         "layers": layers,
+        "level_tables": tables,
         "source": manifest.map(|m| serde_json::to_value(&m.source)).transpose()?,
         "files": manifest.map(|m| serde_json::to_value(&m.files)).transpose()?,
     }))
+}
+
+/// The level tables of the experts, each once, as layers first use them: a label alone does not tell two apart.
+fn level_tables(vault: &Vault) -> Vec<Table> {
+    let mut tables = Vec::new();
+    for tensor in vault.experts.layers.iter().flat_map(|layer| &layer.tensors) {
+        if let Encoding::Table(table) = tensor.encoding
+            && !tables.contains(&table)
+        {
+            tables.push(table);
+        }
+    }
+    tables
 }
 
 fn print_facts(vault: &Vault, facts: &Value) -> Result<(), Failure> {
@@ -132,6 +150,10 @@ fn print_facts(vault: &Vault, facts: &Value) -> Result<(), Failure> {
             say!("  from layer {}: {line}", table.layer);
         }
         last = line;
+    }
+    for table in level_tables(vault) {
+        let levels: Vec<String> = table.levels().iter().map(i8::to_string).collect();
+        say!("  levels of {table}: {}", levels.join(" "));
     }
     say!("backbone   {}", Bytes(vault.backbone.file_len));
     if let Some(encodings) = facts["backbone_bytes_by_encoding"].as_object() {

@@ -20,7 +20,7 @@ mod with_gpu {
     use smoe_engine::{
         Control, DeviceChoice, Engine, EngineOptions, Observer, Sampler, Sampling, Session, Vault,
     };
-    use smoe_format::{Encoding, Uniform, Zero};
+    use smoe_format::{Encoding, Table, Uniform, Zero};
     use smoe_gpu::{CodedMatmul, CodedPlane, Columns, FloatMatmul, Gpu, Quantise, Slice, Software, Weights};
     use smoe_kernels::{Activations, Input, Kernels, Matrix, Pool, matmul};
 
@@ -78,11 +78,13 @@ mod with_gpu {
         check("int8 activations", &mut || quantise(&gpu))?;
         for bits in [2, 3, 4, 5, 6, 8] {
             for zero in [Zero::Symmetric, Zero::Affine] {
-                let uniform = Uniform::new(bits, 64, zero).ok_or("no such code").map_err(str::to_owned);
-                let Ok(uniform) = uniform else { continue };
-                let name = format!("product of {} codes", Encoding::Uniform(uniform));
-                check(&name, &mut || coded(&gpu, uniform))?;
+                let Some(uniform) = Uniform::new(bits, 64, zero) else { continue };
+                let name = format!("product of {} codes", Encoding::from(uniform));
+                check(&name, &mut || coded(&gpu, uniform.into()))?;
             }
+        }
+        for table in [Table::MXFP4, Table::IQ4_NL] {
+            check(&format!("product of {table} codes"), &mut || coded(&gpu, table.into()))?;
         }
         for encoding in [Encoding::Bf16, Encoding::F16, Encoding::F32] {
             check(&format!("product of {encoding}"), &mut || float(&gpu, encoding))?;
@@ -190,21 +192,21 @@ mod with_gpu {
         if wrong == 0 { Ok("the processor's codes".to_owned()) } else { Err(format!("{wrong} codes differ")) }
     }
 
-    fn coded(gpu: &Gpu, uniform: Uniform) -> Result<String, String> {
-        let encoding = Encoding::Uniform(uniform);
+    fn coded(gpu: &Gpu, encoding: Encoding) -> Result<String, String> {
+        let group = encoding.tiles().map_or(0, Uniform::group);
         let (w, x) = (values(ROWS * COLS, 2), values(TOKENS * COLS, 3));
         let mut weights = vec![0; encoding.tensor_bytes(ROWS, COLS).unwrap_or(0)];
         encoding.encode(&w, COLS, &mut weights);
         let kernels = Kernels::detect();
         let mut activations = Activations::with_capacity(TOKENS, COLS);
-        activations.quantise(kernels, &x, TOKENS, COLS, uniform.group());
+        activations.quantise(kernels, &x, TOKENS, COLS, group);
         let matrix = Matrix::new(&weights, ROWS, COLS, encoding);
         let mut expected = vec![0.0; TOKENS * ROWS];
         let coded = [activations.view()];
         matmul(&Pool::new(1, false), kernels, &matrix, &Input::new(&x, TOKENS, &coded), &mut expected);
 
         let made = || -> Result<_, smoe_gpu::GpuError> {
-            let plane = CodedPlane::new(gpu, TOKENS, COLS, uniform.group())?;
+            let plane = CodedPlane::new(gpu, TOKENS, COLS, group)?;
             let out = gpu.buffer("a test", (4 * TOKENS * ROWS) as u64)?;
             Ok((plane, out))
         };

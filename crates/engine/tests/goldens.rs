@@ -3,13 +3,18 @@
 
 mod common;
 
+use std::sync::atomic::AtomicBool;
+
 use common::{greedy, observe, open, options, sculpted, write_tiny};
 use smoe_engine::plan::RingSize;
 use smoe_engine::{EngineOptions, KvType};
-use smoe_sculpt::BackboneBits;
+use smoe_format::{Encoding, Table};
+use smoe_sculpt::{BackboneBits, Settings, sculpt};
 use smoe_testkit::fixtures;
+use smoe_testkit::mxfp4::pack_gpt_oss;
 use smoe_testkit::{
-    Golden, TinyModel, VaultWeights, compare, compare_greedy, forward, shared_path, tolerance,
+    CheckpointWeights, Golden, TinyModel, VaultWeights, compare, compare_greedy, forward, shared_path,
+    tolerance,
 };
 
 /// Largest difference between f32 and f64 sums on the fixtures; the goldens' own bound is 2e-3.
@@ -56,6 +61,8 @@ fn float_and_exact_vaults_agree_with_the_reference_on_the_same_weights() {
             ("q6/64", "q6/128"),
             ("q8a/32", "bf16"),
             ("bf16,q5/64,q4/32", "q8/64"),
+            ("mxfp4/32", "bf16"),
+            ("iq4_nl/64,t3/128,t2/16", "q8/64"),
         ] {
             let dir = tempfile::tempdir().unwrap();
             let vault = write_tiny(dir.path(), &model, experts, backbone);
@@ -74,7 +81,8 @@ fn float_and_exact_vaults_agree_with_the_reference_on_the_same_weights() {
 fn int8_activations_stay_close_to_the_exact_product() {
     for model in TinyModel::every(6) {
         let dir = tempfile::tempdir().unwrap();
-        let vault = write_tiny(dir.path(), &model, "q4/64", "q8/64");
+        let experts = if model.spec.moe.expert_bias { "mxfp4/32" } else { "q4/64" };
+        let vault = write_tiny(dir.path(), &model, experts, "q8/64");
         let prompt = model.prompt(40, 1);
         let exact = observe(&mut open(&vault, &exact()), &prompt);
         let coded = observe(&mut open(&vault, &options(RingSize::Auto, 64, 2)), &prompt);
@@ -110,4 +118,28 @@ fn the_originals_pair_and_our_vault_of_the_same_checkpoint_give_the_same_bits() 
     let expected = forward(&vault.spec, &weights, tokens);
     let got = observe(&mut open(&vault, &exact()), tokens);
     assert!(largest_difference(&got.logits, &expected.logits) < EXACT);
+}
+
+/// GPT-OSS as it is published: experts in MXFP4, everything else in bf16. The vault has their codes, and the engine
+/// answers what the reference answers with the weights that they mean.
+#[test]
+fn a_published_mxfp4_checkpoint_answers_as_its_weights_do() {
+    let Some(fixture) = shared_path("fixtures/gpt_oss") else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let [packed, floats, out] = ["packed", "floats", "vault"].map(|name| dir.path().join(name));
+    std::fs::create_dir(&packed).unwrap();
+    std::fs::create_dir(&floats).unwrap();
+    pack_gpt_oss(&fixture, &packed, &floats);
+    let settings = Settings { bits: 16, backbone: BackboneBits::Bf16, lossless: true, ..Settings::default() };
+    sculpt(&packed, &out, &settings, &(), &AtomicBool::new(false)).unwrap();
+    let vault = smoe_engine::Vault::open(&out).unwrap();
+    for table in &vault.experts.layers {
+        assert!(table.tensors.iter().all(|t| t.encoding == Encoding::Table(Table::MXFP4)));
+    }
+    let weights = CheckpointWeights::open(&floats);
+    for prompt in &Golden::shared("gpt_oss").unwrap().prompts {
+        let expected = smoe_testkit::greedy(&vault.spec, &weights, &prompt.tokens, 12);
+        let tokens = greedy(&mut open(&vault, &exact()), &prompt.tokens, 12);
+        compare_greedy(&tokens, &expected).assert_passes();
+    }
 }

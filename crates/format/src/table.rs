@@ -162,6 +162,12 @@ impl Table {
     }
 }
 
+impl From<Uniform> for Encoding {
+    fn from(uniform: Uniform) -> Self {
+        Self::Uniform(uniform)
+    }
+}
+
 impl From<Table> for Encoding {
     fn from(table: Table) -> Self {
         Self::Table(table)

@@ -5,7 +5,7 @@
 use smoe_format::tile::ROWS;
 use smoe_format::{Encoding, Uniform, Zero};
 
-use crate::quantise::{GRID, QUANTISE, Repeated, assert_plane, source, text, tile_constants};
+use crate::quantise::{GRID, QUANTISE, Repeated, assert_plane, levels, source, text, tile_constants};
 use crate::{Access, CodedPlane, Gpu, GpuError, Op, Shader, Slice, Step};
 
 /// Bytes that a workgroup may share, less a few for what is empty.
@@ -66,11 +66,9 @@ impl Weights {
         &self.slice
     }
 
-    fn uniform(&self) -> Uniform {
-        match self.encoding {
-            Encoding::Uniform(uniform) => uniform,
-            other => panic!("{} x {} {other} weights have no codes", self.rows, self.cols),
-        }
+    fn tiles(&self) -> Uniform {
+        let Self { rows, cols, encoding, .. } = self;
+        encoding.tiles().unwrap_or_else(|| panic!("{rows} x {cols} {encoding} weights have no codes"))
     }
 }
 
@@ -177,15 +175,17 @@ impl Cut {
     /// coded.wgsl, for workgroups of so many blocks: its constants and its text.
     pub(crate) fn core(
         self,
-        uniform: Uniform,
+        encoding: Encoding,
         blocks: u32,
         repeated: Repeated,
     ) -> (Vec<(&'static str, u32)>, String) {
+        let Some(uniform) = encoding.tiles() else { panic!("{encoding} weights have no codes") };
         let chains = self.chains(blocks);
         // Longer tiles are read where they are needed.
         let held = Some((uniform.tile_bytes() / 64) as u32).filter(|lines| *lines <= HELD).unwrap_or(0);
         let mut constants = tile_constants(uniform).to_vec();
         constants.extend([
+            ("TABLE", u32::from(encoding != Encoding::Uniform(uniform))),
             ("TOKENS", self.pass),
             ("THREADS", self.threads),
             ("ITEMS", self.items),
@@ -198,6 +198,7 @@ impl Cut {
         let places = "base: u32, at: u32, tile: u32";
         let text = [
             include_str!("wgsl/coded.wgsl").to_owned(),
+            levels(encoding),
             repeated.calls(&format!("load_lines({lines}, base: u32, at: u32)"), held, |i| {
                 format!("load_line(lines, base, at, {i});")
             }),
@@ -255,7 +256,7 @@ impl CodedOp {
     pub(crate) fn new(
         gpu: &Gpu,
         name: &str,
-        uniform: Uniform,
+        encoding: Encoding,
         cut: Cut,
         shape: (usize, usize),
         times: usize,
@@ -265,8 +266,9 @@ impl CodedOp {
         buffers: &[&Slice],
     ) -> Result<Self, GpuError> {
         let (rows, cols) = shape;
-        let blocks = cut.blocks(uniform.groups(cols), rows.div_ceil(ROWS), times);
-        let (mut constants, core) = cut.core(uniform, blocks, Repeated::on(gpu)?);
+        let groups = encoding.tiles().map_or(0, |tiles| tiles.groups(cols));
+        let blocks = cut.blocks(groups, rows.div_ceil(ROWS), times);
+        let (mut constants, core) = cut.core(encoding, blocks, Repeated::on(gpu)?);
         constants.extend_from_slice(extra);
         let mut texts = vec![&core[..]];
         texts.extend_from_slice(parts);
@@ -318,7 +320,7 @@ impl CodedMatmul {
         out: &Columns,
         tuning: Option<Tuning>,
     ) -> Result<Self, GpuError> {
-        let uniform = weights.uniform();
+        let uniform = weights.tiles();
         assert!(x.suits(uniform, weights.cols), "x is {} in {}", x.cols, x.group);
         out.assert_room(x.tokens, weights.rows);
         assert!(x.tokens.div_ceil(8) <= GRID && weights.rows.div_ceil(ROWS) <= GRID, "the grid");
@@ -332,7 +334,7 @@ impl CodedMatmul {
                 CodedOp::new(
                     gpu,
                     "coded product",
-                    uniform,
+                    weights.encoding,
                     cut,
                     shape,
                     1,
@@ -362,7 +364,7 @@ impl CodedMatmul {
     }
 }
 
-/// `out[t, offset + r] = sum over k of W[r, k] * x[t, k]` for coded weights and f32 activations: each weight is
+/// `out[t, offset + r] = sum over k of W[r, k] * x[t, k]` for uniform codes and f32 activations: each weight is
 /// decoded as the format defines it, and multiplied in f32. For exactness, not for speed.
 ///
 /// The sums have an order of their own, the same for any number of tokens: they differ from the CPU's
@@ -385,7 +387,7 @@ impl ExactMatmul {
     /// If the device refuses the kernel.
     ///
     /// # Panics
-    /// If the weights have no codes, `x` is too short, or the output has no room.
+    /// If the weights have no uniform codes, `x` is too short, or the output has no room.
     pub fn new(
         gpu: &Gpu,
         weights: &Weights,
@@ -393,7 +395,7 @@ impl ExactMatmul {
         tokens: usize,
         out: &Columns,
     ) -> Result<Self, GpuError> {
-        let uniform = weights.uniform();
+        let Encoding::Uniform(uniform) = weights.encoding else { panic!("{} weights", weights.encoding) };
         assert_plane(x, tokens, weights.cols);
         out.assert_room(tokens, weights.rows);
         assert!(weights.rows.div_ceil(ROWS) <= GRID, "the grid");

@@ -67,18 +67,15 @@ impl ExpertLayout {
         self.tensors[0].rows
     }
 
-    /// The encoding of the codes of gate (0), up (1) or down (2).
-    fn uniform(&self, projection: usize) -> Option<Uniform> {
-        match self.tensors[projection].encoding {
-            Encoding::Uniform(uniform) => Some(uniform),
-            _ => None,
-        }
+    /// The tiles of the codes of gate (0), up (1) or down (2).
+    fn tiles(&self, projection: usize) -> Option<Uniform> {
+        self.tensors[projection].encoding.tiles()
     }
 
-    /// If one kernel computes gate and up: their encoding, and down's.
-    fn fused(&self) -> Option<(Uniform, Uniform)> {
-        let [gate, up, down] = [0, 1, 2].map(|i| self.uniform(i));
-        (gate == up).then_some(gate?).zip(down)
+    /// If one kernel computes gate and up: their encoding and its tiles, and down's.
+    fn fused(&self) -> Option<(Encoding, Uniform, Uniform)> {
+        let [gate, up, _] = self.tensors.map(|tensor| tensor.encoding);
+        (gate == up).then_some((gate, self.tiles(0)?, self.tiles(2)?))
     }
 
     /// A position in a slot, in pieces of 16 bytes.
@@ -191,7 +188,7 @@ impl Hidden {
     /// # Errors
     /// If the device has no room.
     pub fn new(gpu: &Gpu, layout: &ExpertLayout, pairs: usize) -> Result<Self, GpuError> {
-        match layout.uniform(2) {
+        match layout.tiles(2) {
             Some(down) => CodedPlane::new(gpu, pairs, layout.d_expert(), down.group()).map(Self::Coded),
             None => {
                 let bytes = (4 * pairs * layout.d_expert()) as u64;
@@ -245,7 +242,8 @@ impl Projection {
         assert_plane(out, list.most_pairs(), tensor.rows);
         let words = [tensor.rows as u32, 0, 0, ExpertLayout::piece(at), ExpertLayout::piece(slot)];
         match (tensor.encoding, x) {
-            (Encoding::Uniform(uniform), X::Coded(x)) => {
+            (encoding @ (Encoding::Uniform(_) | Encoding::Table(_)), X::Coded(x)) => {
+                let Some(uniform) = encoding.tiles() else { unreachable!("codes are in tiles") };
                 let groups = uniform.groups(tensor.cols);
                 let extra = [("LIST", 3), ("OUT", 5), ("TOP_K", top_k), by_pair];
                 let parts = [LIST, PRODUCT, include_str!("wgsl/experts_coded.wgsl")];
@@ -255,7 +253,7 @@ impl Projection {
                     .map(|pass| {
                         let cut = Cut::new(uniform, pass, tuning.unwrap_or(Tuning::of(groups, pass)));
                         CodedOp::new(
-                            gpu, name, uniform, cut, shape, TIMES, &extra, &parts, &accesses, &buffers,
+                            gpu, name, encoding, cut, shape, TIMES, &extra, &parts, &accesses, &buffers,
                         )
                     })
                     .collect::<Result<_, _>>()?;
@@ -356,7 +354,7 @@ impl GateUp {
         layout.assert_slots(slots);
         assert!(list.most_pairs() <= GRID, "{} pairs", list.most_pairs());
         let how = match layout.fused() {
-            Some(uniforms) => Self::fused(gpu, layout, slots, list, x, hidden, uniforms, tuning)?,
+            Some(codes) => Self::fused(gpu, layout, slots, list, x, hidden, codes, tuning)?,
             None => Self::apart(gpu, layout, slots, list, x, hidden, tuning)?,
         };
         Ok(Self { layout: layout.clone(), list: list.clone(), how })
@@ -369,7 +367,7 @@ impl GateUp {
         list: &WorkList,
         x: &ExpertInput<'_>,
         hidden: &Hidden,
-        (uniform, down): (Uniform, Uniform),
+        (encoding, uniform, down): (Encoding, Uniform, Uniform),
         tuning: Option<Tuning>,
     ) -> Result<How, GpuError> {
         let x = coded_operand(layout, 0, x, list.tokens);
@@ -383,7 +381,7 @@ impl GateUp {
                 let tuning = tuning.unwrap_or(Tuning::of(2 * part as usize * groups, pass));
                 let cut = Cut::new(uniform, pass, tuning);
                 assert!(cut.slots >= 2 * part, "{cut:?} for {part} blocks");
-                let (mut constants, core) = cut.core(uniform, 2 * part, Repeated::on(gpu)?);
+                let (mut constants, core) = cut.core(encoding, 2 * part, Repeated::on(gpu)?);
                 constants.extend([
                     ("GROUP", down.group() as u32),
                     ("PART", part),
@@ -420,7 +418,7 @@ impl GateUp {
         let plane = |what| gpu.buffer(what, (4 * pairs * cols) as u64);
         let (gates, ups) = (plane("gates of experts")?, plane("ups of experts")?);
         let projection = |i: usize, out: &Slice| {
-            let x = if layout.uniform(i).is_some() {
+            let x = if layout.tiles(i).is_some() {
                 X::Coded(coded_operand(layout, i, x, list.tokens))
             } else {
                 let Some(x) = x.float else { panic!("no f32 activations for {:?}", layout.tensors[i]) };
@@ -432,13 +430,13 @@ impl GateUp {
         let (gate, up) = (projection(0, &gates)?, projection(1, &ups)?);
         let (group, groups, text, outputs) = match hidden {
             Hidden::Coded(hidden) => {
-                let Some(down) = layout.uniform(2) else { panic!("down takes floats") };
+                let Some(down) = layout.tiles(2) else { panic!("down takes floats") };
                 let hidden = coded_hidden(layout, down, &Hidden::Coded(hidden.clone()), pairs).clone();
                 let text = [include_str!("wgsl/experts_hidden_coded.wgsl"), TO_PLANE];
                 (hidden.group, hidden.groups(), text, vec![hidden.codes, hidden.cells])
             }
             Hidden::Float(hidden) => {
-                assert!(layout.uniform(2).is_none(), "down takes codes");
+                assert!(layout.tiles(2).is_none(), "down takes codes");
                 assert_plane(hidden, pairs, cols);
                 (64, 0, [include_str!("wgsl/experts_hidden_float.wgsl"), ""], vec![hidden.clone()])
             }
@@ -484,7 +482,7 @@ fn coded_operand<'a>(
 ) -> &'a CodedPlane {
     let tensor = layout.tensors[projection];
     let suits = |plane: &&&CodedPlane| {
-        layout.uniform(projection).is_some_and(|uniform| plane.suits(uniform, tensor.cols))
+        layout.tiles(projection).is_some_and(|uniform| plane.suits(uniform, tensor.cols))
     };
     match x.coded.iter().find(suits) {
         Some(plane) => {
@@ -557,7 +555,7 @@ impl Down {
     ) -> Result<Self, GpuError> {
         layout.assert_slots(slots);
         assert!(list.most_pairs() <= GRID, "{} pairs", list.most_pairs());
-        let x = match (layout.uniform(2), hidden) {
+        let x = match (layout.tiles(2), hidden) {
             (Some(down), hidden) => X::Coded(coded_hidden(layout, down, hidden, list.most_pairs())),
             (None, Hidden::Float(hidden)) => {
                 assert_plane(hidden, list.most_pairs(), layout.d_expert());

@@ -1,6 +1,6 @@
 //! f32 planes to int8 planes, and what the device's arithmetic is.
 
-use smoe_format::Uniform;
+use smoe_format::{Encoding, Uniform};
 
 use crate::{Access, CodedPlane, Gpu, GpuError, Op, Shader, Slice, Step};
 
@@ -140,6 +140,28 @@ pub(crate) fn tile_constants(uniform: Uniform) -> [(&'static str, u32); 4] {
         ("TILE_GROUP", uniform.group() as u32),
         ("AFFINE", u32::from(uniform.zero() == smoe_format::Zero::Affine)),
     ]
+}
+
+/// `levels`: four codes in each word to the levels that they name, as signed bytes; without a table, codes as they
+/// are. A tree of choices, one for each bit of a code: a lookup by a number that is not constant would leave the
+/// registers.
+pub(crate) fn levels(encoding: Encoding) -> String {
+    let Encoding::Table(table) = encoding else {
+        return "fn levels(codes: vec4<u32>) -> vec4<u32> { return codes; }\n".to_owned();
+    };
+    let bytes = |level: &i8| u32::from_ne_bytes([level.cast_unsigned(); 4]);
+    let mut nodes: Vec<String> =
+        table.levels().iter().map(|level| format!("vec4({}u)", bytes(level))).collect();
+    let mut masks = String::new();
+    for bit in 0..table.bits() {
+        masks += &format!("    let bit{bit} = ((codes >> vec4({bit}u)) & vec4(0x01010101u)) * vec4(255u);\n");
+        nodes = nodes.chunks(2).map(|two| format!("choose({}, {}, bit{bit})", two[0], two[1])).collect();
+    }
+    format!(
+        "fn choose(a: vec4<u32>, b: vec4<u32>, bits: vec4<u32>) -> vec4<u32> {{ return a ^ ((a ^ b) & bits); }}\n\
+         fn levels(codes: vec4<u32>) -> vec4<u32> {{\n{masks}    return {};\n}}\n",
+        nodes.concat()
+    )
 }
 
 impl Gpu {

@@ -10,7 +10,7 @@ use naga::proc::{BoundsCheckPolicies, BoundsCheckPolicy};
 use naga::valid::{Capabilities, ShaderStages, SubgroupOperationSet, ValidationFlags, Validator};
 use naga::{AddressSpace, ShaderStage};
 use smoe_format::spec::{GroupScore, GroupSpec, MoeSpec, RouterKind};
-use smoe_format::{Encoding, LayerTable, TensorEntry, Uniform, Zero};
+use smoe_format::{Encoding, LayerTable, Table, TensorEntry, Uniform, Zero};
 use smoe_gpu::{
     Angles, Argmax, Attention, AttentionHeads, AttentionOutputs, AttentionScratch, CodedMatmul, CodedPlane,
     Columns, Delta, Down, Embed, ExactMatmul, ExpertInput, ExpertLayout, FloatMatmul, GateUp, Gpu, GpuError,
@@ -164,6 +164,10 @@ fn products(gpu: &Gpu) -> Result<(), GpuError> {
             CodedMatmul::new(gpu, &matrix(encoding, cols), &coded, &out)?;
         }
         ExactMatmul::new(gpu, &matrix(encoding, cols), &x, tokens, &out)?;
+    }
+    for table in [Table::MXFP4, Table::IQ4_NL] {
+        let coded = CodedPlane::new(gpu, tokens, cols, table.group())?;
+        CodedMatmul::new(gpu, &matrix(table.into(), cols), &coded, &out)?;
     }
     for encoding in FLOATS {
         for cols in [cols, odd] {

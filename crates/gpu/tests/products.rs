@@ -10,7 +10,7 @@ use common::{Random, gpu};
 use proptest::prelude::*;
 use smoe_format::half::f32_to_f16;
 use smoe_format::tile::ROWS;
-use smoe_format::{Encoding, LayerTable, TensorEntry, Uniform, Zero};
+use smoe_format::{Encoding, LayerTable, Table, TensorEntry, Uniform, Zero};
 use smoe_gpu::{
     CodedMatmul, CodedPlane, Columns, Down, ExactMatmul, ExpertInput, ExpertLayout, FloatMatmul, GateUp, Gpu,
     Hidden, Quantise, Slice, Step, Tuning, Weights, WorkList,
@@ -39,7 +39,7 @@ impl Random {
     /// A tensor of random codes, scales and minima (padding included), or random floats.
     fn tensor(&mut self, encoding: Encoding, rows: usize, cols: usize) -> Vec<u8> {
         let mut bytes = vec![0u8; encoding.tensor_bytes(rows, cols).unwrap()];
-        let Encoding::Uniform(uniform) = encoding else {
+        let Some(uniform) = encoding.tiles() else {
             let values = self.values(rows * cols);
             encoding.encode(&values, cols, &mut bytes);
             return bytes;
@@ -48,9 +48,10 @@ impl Random {
             for row in 0..ROWS {
                 let codes: Vec<u8> =
                     (0..uniform.group()).map(|_| self.next() as u8 & uniform.max_code()).collect();
-                // Affine scales may have either sign.
+                // Affine scales and those of tables may have either sign.
                 let (scale, minimum) = (self.value(), f32_to_f16(self.value()));
-                let scale = f32_to_f16(if uniform.zero() == Zero::Symmetric { scale.abs() } else { scale });
+                let positive = encoding == uniform.into() && uniform.zero() == Zero::Symmetric;
+                let scale = f32_to_f16(if positive { scale.abs() } else { scale });
                 uniform.write_row(tile, row, &codes, scale, minimum);
             }
         }
@@ -169,11 +170,11 @@ fn quantising_poisons_a_group_with_what_is_not_finite_and_no_other() {
 }
 
 /// The rows of `bytes` times `x` on the CPU.
-fn cpu_coded(uniform: Uniform, bytes: &[u8], shape: (usize, usize), x: &[f32], tokens: usize) -> Vec<f32> {
+fn cpu_coded(encoding: Encoding, bytes: &[u8], shape: (usize, usize), x: &[f32], tokens: usize) -> Vec<f32> {
     let (rows, cols) = shape;
-    let matrix = Matrix::new(bytes, rows, cols, Encoding::Uniform(uniform));
+    let matrix = Matrix::new(bytes, rows, cols, encoding);
     let mut a = Activations::with_capacity(tokens, cols);
-    a.quantise(scalar(), x, tokens, cols, uniform.group());
+    a.quantise(scalar(), x, tokens, cols, encoding.tiles().unwrap().group());
     let mut out = vec![0.0; tokens * rows];
     scalar().coded_matmul(&matrix, 0..rows, a.view(), &mut Shard::new(&mut out, tokens, rows));
     out
@@ -182,20 +183,21 @@ fn cpu_coded(uniform: Uniform, bytes: &[u8], shape: (usize, usize), x: &[f32], t
 /// Checks products of all `counts` of tokens, into a poisoned plane that is wider than the matrix.
 fn assert_coded(
     gpu: &Gpu,
-    uniform: Uniform,
+    encoding: impl Into<Encoding>,
     (rows, cols): (usize, usize),
     counts: &[usize],
     tuning: Option<Tuning>,
     random: &mut Random,
     spoil: impl Fn(&mut Vec<f32>),
 ) {
+    let encoding = encoding.into();
     let tokens = *counts.iter().max().unwrap();
-    let bytes = random.tensor(Encoding::Uniform(uniform), rows, cols);
+    let bytes = random.tensor(encoding, rows, cols);
     let mut x = random.values(tokens * cols);
     spoil(&mut x);
-    let expected = cpu_coded(uniform, &bytes, (rows, cols), &x, tokens);
-    let weights = Weights::new(upload(gpu, &bytes), rows, cols, Encoding::Uniform(uniform));
-    let coded = quantised(gpu, &x, tokens, cols, uniform.group());
+    let expected = cpu_coded(encoding, &bytes, (rows, cols), &x, tokens);
+    let weights = Weights::new(upload(gpu, &bytes), rows, cols, encoding);
+    let coded = quantised(gpu, &x, tokens, cols, encoding.tiles().unwrap().group());
     let (stride, offset) = (rows + 5, 3);
     let poison = f32::from_bits(0x7fc0_1234);
     let out = Columns { plane: plane(gpu, &vec![poison; tokens * stride]), stride, offset };
@@ -208,11 +210,11 @@ fn assert_coded(
             let row = &found[t * stride..(t + 1) * stride];
             let untouched = |v: &f32| v.to_bits() == poison.to_bits();
             if t < count {
-                let what = (uniform, rows, cols, count, t, tuning);
+                let what = (encoding, rows, cols, count, t, tuning);
                 assert_same(&row[offset..offset + rows], &expected[t * rows..(t + 1) * rows], &what);
                 assert!(row[..offset].iter().chain(&row[offset + rows..]).all(untouched), "{what:?}");
             } else {
-                assert!(row.iter().all(untouched), "{uniform:?}: token {t} of {count}");
+                assert!(row.iter().all(untouched), "{encoding}: token {t} of {count}");
             }
         }
     }
@@ -229,6 +231,24 @@ fn every_encoding_has_the_cpus_bits() {
         }
         let zero = if i % 2 == 0 { Zero::Affine } else { Zero::Symmetric };
         assert_coded(gpu, coded(bits, 64, zero), (70, 200), &[1], None, &mut random, |_| {});
+    }
+}
+
+/// Levels of either sign, in no order, of every width.
+fn tables() -> [Table; 4] {
+    let made = |bits: u8, group: usize| {
+        let levels: Vec<i8> = (0..1 << bits).map(|code| (code * 89 + 40) as u8 as i8).collect();
+        Table::new(bits, group, &levels).unwrap()
+    };
+    [Table::MXFP4, Table::IQ4_NL.with_group(128).unwrap(), made(3, 64), made(2, 16)]
+}
+
+#[test]
+fn level_tables_have_the_cpus_bits() {
+    let Some(gpu) = device() else { return };
+    let mut random = Random(8);
+    for table in tables() {
+        assert_coded(gpu, table, (37, 150), &[1, 3], None, &mut random, |_| {});
     }
 }
 
@@ -418,8 +438,8 @@ impl Layer {
         let tensor = &self.table.tensors[projection];
         let bytes = &self.slots[slot as usize * self.slot_bytes + tensor.offset..][..tensor.len];
         let (rows, cols) = (tensor.rows, tensor.cols);
-        if let Encoding::Uniform(uniform) = tensor.encoding {
-            return cpu_coded(uniform, bytes, (rows, cols), x, 1);
+        if is_coded(tensor.encoding) {
+            return cpu_coded(tensor.encoding, bytes, (rows, cols), x, 1);
         }
         let mut out = vec![0.0; rows];
         scalar().float_matmul(bytes, tensor.encoding, cols, 0..rows, x, &mut Shard::new(&mut out, 1, rows));
@@ -493,7 +513,7 @@ impl Layer {
 }
 
 fn is_coded(encoding: Encoding) -> bool {
-    matches!(encoding, Encoding::Uniform(_))
+    !encoding.is_float()
 }
 
 fn q(bits: u8, group: usize, zero: Zero) -> Encoding {
@@ -531,7 +551,11 @@ fn coded_experts_have_the_cpus_bits() {
 fn other_groups_of_down_are_whole_in_a_workgroup() {
     let Some(gpu) = device() else { return };
     let mut random = Random(9);
+    let [mxfp4, nl, three, _] = tables().map(Encoding::from);
     let mixes = [
+        ([mxfp4, mxfp4, nl], 3),
+        // Other levels are another kernel.
+        ([mxfp4, Encoding::from(Table::IQ4_NL), three], 2),
         ([q(4, 32, Zero::Affine), q(4, 32, Zero::Affine), q(6, 128, Zero::Symmetric)], 5),
         ([q(2, 64, Zero::Symmetric), q(2, 64, Zero::Symmetric), q(8, 16, Zero::Affine)], 1),
         ([q(3, 128, Zero::Symmetric), q(3, 128, Zero::Symmetric), q(4, 32, Zero::Symmetric)], 1),

@@ -3,14 +3,14 @@
 //! Every figure is a whole call, forks included, timed by the calling thread, which is one of the workers.
 //! "Cold" walks over different matrices, more than any cache holds; "hot" repeats one. GB/s counts codes and
 //! scales. The stream is what the same threads read with plain loads in the same seconds. Medians, and what
-//! is compared is run in turn. Arguments: names of kernel sets, `coded`, `experts`, `attention`, `quick`.
+//! is compared is run in turn. Arguments: names of kernel sets, `coded`, `tables`, `experts`, `attention`, `quick`.
 #![allow(clippy::print_stdout)]
 
 use std::hint::black_box;
 use std::time::Instant;
 
 use smoe_format::spec::Activation;
-use smoe_format::{Encoding, Uniform, Zero};
+use smoe_format::{Encoding, Table, Uniform, Zero};
 use smoe_kernels::{
     Activations, AttentionHeads, AttentionScratch, ExpertCall, ExpertScratch, Input, Kernels, KvBlocks,
     KvPlane, KvType, Matrix, Pool, Sight, attend, expert_ffn, matmul,
@@ -23,7 +23,7 @@ fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let among = |names: &[&str]| names.iter().any(|name| arguments.iter().any(|a| a == name));
     let passes = if among(&["quick"]) { 3 } else { 7 };
-    let sections = ["coded", "experts", "attention"];
+    let sections = ["coded", "tables", "experts", "attention"];
     let wants = |section: &str| !among(&sections) || among(&[section]);
     let sets: Vec<Kernels> = Kernels::available().into_iter().skip(1).rev().collect();
     let names: Vec<&str> = sets.iter().map(|k| k.name()).collect();
@@ -40,6 +40,9 @@ fn main() {
             for bits in [2, 3, 5, 6] {
                 bench_width(kernels, bits, passes);
             }
+        }
+        if wants("tables") {
+            bench_tables(kernels, passes);
         }
         if wants("experts") {
             bench_experts(kernels, passes);
@@ -178,6 +181,56 @@ fn bench_width(kernels: Kernels, bits: u8, passes: usize) {
         line += &format!(" T={tokens} {:.0} GMAC/s", (rows * cols * tokens) as f64 / time / 1e9);
     }
     println!("{line}");
+}
+
+/// Level tables against uniform codes of the same bits and group, pass by pass: the ratios of their times.
+fn bench_tables(kernels: Kernels, passes: usize) {
+    let (rows, cols) = (768, 2048);
+    let table = |bits: u8, step: i32| {
+        let most = (1 << bits) / 2 * step;
+        let levels: Vec<i8> = (0..1 << bits).map(|code| (code * step - most).max(-127) as i8).collect();
+        Encoding::Table(Table::new(bits, 64, &levels).expect("valid"))
+    };
+    let pool = Pool::new(1, false);
+    for bits in [4, 3, 2] {
+        let encodings = [
+            ("uniform", Encoding::Uniform(uniform(bits))),
+            ("levels to 127", table(bits, 256 >> bits)),
+            ("levels to 16", table(bits, 32 >> bits)),
+        ];
+        let size = encodings[0].1.tensor_bytes(rows, cols).expect("fits");
+        let count = COLD / size;
+        let bytes = tensors(bits, rows, cols, count);
+        let mut line = format!("{:<7} {rows}x{cols} {bits} bits 1 thr:", kernels.name());
+        for (cold, tokens) in [(true, 1), (false, 1), (false, 2), (false, 4), (false, 8), (false, 64)] {
+            let a = quantised(kernels, tokens, cols);
+            let coded = [a.view()];
+            let input = Input::new(&[], tokens, &coded);
+            let mut out = vec![0.0; tokens * rows];
+            let repeat = if cold { count } else { (200 / tokens).max(4) };
+            let mut times = [const { Vec::new() }; 3];
+            for _ in 0..if cold { passes.min(5) } else { 3 * passes } {
+                for (times, (_, encoding)) in times.iter_mut().zip(&encodings) {
+                    times.push(seconds(1, || {
+                        for i in 0..repeat {
+                            let at = if cold { i * size } else { 0 };
+                            let matrix = Matrix::new(&bytes[at..at + size], rows, cols, *encoding);
+                            matmul(&pool, kernels, &matrix, &input, &mut out);
+                        }
+                    }));
+                }
+            }
+            let macs = (rows * cols * tokens * repeat) as f64;
+            let [uniform, others @ ..] = &times;
+            let place = if cold { "cold" } else { "hot" };
+            line += &format!("\n  {place} T={tokens}: {:.0} GMAC/s;", macs / median(uniform.clone()) / 1e9);
+            for (times, (name, _)) in others.iter().zip(&encodings[1..]) {
+                let ratios: Vec<f64> = times.iter().zip(uniform).map(|(a, b)| a / b).collect();
+                line += &format!(" {name} {:.2} x the time;", median(ratios));
+            }
+        }
+        println!("{line}");
+    }
 }
 
 /// Width of the model and of an expert: Qwen3-30B-A3B.

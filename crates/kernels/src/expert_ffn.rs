@@ -118,9 +118,7 @@ fn place(call: &ExpertCall<'_>, matrix: &Matrix<'_>, operand: Operand<'_>) -> us
     match operand {
         Operand::Float(_) => 2,
         Operand::Coded(_) => usize::from(
-            call.gate
-                .uniform()
-                .is_none_or(|gate| matrix.uniform().is_some_and(|m| m.group() != gate.group())),
+            call.gate.tiles().is_none_or(|gate| matrix.tiles().is_some_and(|m| m.group() != gate.group())),
         ),
     }
 }
@@ -224,7 +222,7 @@ pub fn expert_ffn(
         assert!(call.tokens.iter().all(|&t| (t as usize) < input.tokens()), "tokens of the input");
         scratch.firsts.push(pairs);
         pairs += call.tokens.len();
-        unit = unit.max(call.down.uniform().map_or(0, |u| u.group()));
+        unit = unit.max(call.down.tiles().map_or(0, |u| u.group()));
         let gathers = !serves_all(call, input);
         for matrix in [&call.gate, &call.up] {
             places[place(call, matrix, input.operand(matrix))] |= gathers;
@@ -258,8 +256,8 @@ pub fn expert_ffn(
     };
     // The group in which an expert's hidden values are quantised.
     let hidden_group = |e: usize| {
-        let uniform = experts[e].down.uniform();
-        uniform.filter(|_| !input.is_exact()).map(|uniform| uniform.group())
+        let tiles = experts[e].down.tiles();
+        tiles.filter(|_| !input.is_exact()).map(|tiles| tiles.group())
     };
 
     let rows_each = rows_per_task(pool, experts.len(), d_ff, unit);
@@ -395,11 +393,11 @@ mod tests {
         let product = |matrix: &Matrix<'_>, x: &[f32]| {
             let mut out = vec![0.0; matrix.rows()];
             let mut a = Activations::with_capacity(1, x.len());
-            if let Some(uniform) = matrix.uniform() {
-                a.quantise(kernels, x, 1, x.len(), uniform.group());
+            if let Some(tiles) = matrix.tiles() {
+                a.quantise(kernels, x, 1, x.len(), tiles.group());
             }
             let coded = [a.view()];
-            let uses = !exact && matrix.uniform().is_some();
+            let uses = !exact && matrix.tiles().is_some();
             let input = if uses { Input::new(x, 1, &coded) } else { Input::exact(x, 1) };
             matmul(&pool, kernels, matrix, &input, &mut out);
             out

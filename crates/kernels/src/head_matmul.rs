@@ -65,7 +65,7 @@ pub fn head_matmul(
     let tokens = x.len() / (heads * stride).max(1);
     assert_eq!(x.len(), tokens * heads * stride, "x is [tokens, {heads} * {stride}]");
     assert_eq!(out.len(), tokens * heads * out_stride, "out is [{tokens}, {heads} * {out_stride}]");
-    let group = matrix.uniform().filter(|_| coded).map(|uniform| uniform.group());
+    let group = matrix.tiles().filter(|_| coded).map(|tiles| tiles.group());
     let HeadScratch { floats, planes } = scratch;
     if floats.len() < tokens * heads * cols {
         floats.resize(tokens * heads * cols, 0.0);
@@ -153,11 +153,11 @@ mod tests {
                         let of_head =
                             Matrix::new(&bytes[head * size..(head + 1) * size], rows, cols, encoding);
                         let mut a = Activations::with_capacity(tokens, cols);
-                        if let Some(uniform) = of_head.uniform() {
+                        if let Some(uniform) = of_head.tiles() {
                             a.quantise(kernels, &own, tokens, cols, uniform.group());
                         }
                         let views = [a.view()];
-                        let input = match of_head.uniform() {
+                        let input = match of_head.tiles() {
                             Some(_) if coded => Input::new(&own, tokens, &views),
                             _ => Input::exact(&own, tokens),
                         };

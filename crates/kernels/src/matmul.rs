@@ -69,9 +69,9 @@ impl<'a> Input<'a> {
     /// # Panics
     /// If that is missing or of another width.
     pub(crate) fn operand(&self, matrix: &Matrix<'_>) -> Operand<'a> {
-        match matrix.uniform() {
-            Some(uniform) if !self.exact => {
-                let fits = |q: &&Quantised<'_>| q.group() == uniform.group() && q.cols() == matrix.cols();
+        match matrix.tiles() {
+            Some(tiles) if !self.exact => {
+                let fits = |q: &&Quantised<'_>| q.group() == tiles.group() && q.cols() == matrix.cols();
                 match self.coded.iter().find(fits) {
                     Some(&q) => Operand::Coded(q),
                     None => panic!("no activations for {matrix:?} among {} quantisations", self.coded.len()),

@@ -56,11 +56,17 @@ impl<'a> Matrix<'a> {
         self.bytes
     }
 
-    /// The encoding of the codes; `None` for float weights.
+    /// The uniform codes in whose tiles the codes lie ([`Encoding::tiles`]); `None` for float weights.
     #[must_use]
-    pub const fn uniform(&self) -> Option<Uniform> {
+    pub const fn tiles(&self) -> Option<Uniform> {
+        self.encoding.tiles()
+    }
+
+    /// The levels that the codes name, if they are of a table.
+    #[must_use]
+    pub(crate) const fn levels(&self) -> Option<[i8; 16]> {
         match self.encoding {
-            Encoding::Uniform(uniform) => Some(uniform),
+            Encoding::Table(table) => Some(*table.register()),
             _ => None,
         }
     }

@@ -397,7 +397,7 @@ impl Checkpoint {
         raw: &mut Vec<u8>,
         codes: &mut Codes,
     ) -> Result<(), SculptError> {
-        source.read_codes(self.files(), rows, raw, codes).map(|_| ())
+        source.read_codes(self.files(), rows, raw, codes)
     }
 
     /// A hash by which two checkpoints can be told apart without reading them whole.

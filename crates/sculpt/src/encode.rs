@@ -60,22 +60,19 @@ pub(crate) fn encode_rows(
     scratch: &mut Scratch,
 ) -> Result<Loss, SculptError> {
     let len = encoding.tensor_bytes(rows.len(), source.cols).expect("a run is smaller than its tensor");
-    match encoding {
-        Encoding::Uniform(uniform) if encoding == source.encoding => {
-            checkpoint.read_codes(source, rows, &mut scratch.raw, &mut scratch.codes)?;
-            scratch.out.resize(len, 0);
-            return Ok(match scratch.codes.tiles(uniform, source.cols, &mut scratch.out) {
-                Kept::Exactly => Loss::None,
-                Kept::Rounded => Loss::Some,
-                Kept::Beyond(level) => Loss::Beyond(level),
-            });
-        }
-        _ if encoding == source.encoding && !source.form.is_coded() => {
-            // Bytes as they are: not even a NaN's payload changes.
-            checkpoint.read_raw(source, rows, &mut scratch.raw, &mut scratch.out)?;
-            return Ok(Loss::None);
-        }
-        _ => {}
+    if !encoding.is_float() && source.keeps(encoding) {
+        checkpoint.read_codes(source, rows, &mut scratch.raw, &mut scratch.codes)?;
+        scratch.out.resize(len, 0);
+        return Ok(match scratch.codes.tiles(source.encoding, encoding, source.cols, &mut scratch.out) {
+            Kept::Exactly => Loss::None,
+            Kept::Rounded => Loss::Some,
+            Kept::Beyond(level) => Loss::Beyond(level),
+        });
+    }
+    if encoding == source.encoding && !source.form.is_coded() {
+        // Bytes as they are: not even a NaN's payload changes.
+        checkpoint.read_raw(source, rows, &mut scratch.raw, &mut scratch.out)?;
+        return Ok(Loss::None);
     }
     checkpoint.read_rows(source, rows, &mut scratch.raw, &mut scratch.values)?;
     if !encoding.is_float()
@@ -185,7 +182,7 @@ fn refuse(
     match loss {
         Loss::Beyond(found) => Err(SculptError::Range { tensor: name(), found, flag }),
         Loss::Some if lossless => {
-            let what = "some of its scales or minima have more bits than an f16";
+            let what = "some of its scales or minima are no f16 numbers";
             Err(SculptError::Lossy { tensor: name(), form: source.form.name(), what })
         }
         Loss::Some | Loss::None => Ok(()),

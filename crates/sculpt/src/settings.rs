@@ -7,9 +7,10 @@ use std::str::FromStr;
 use smoe_format::{BackboneTensor, Encoding, Projection, Uniform, Zero};
 
 use crate::error::SculptError;
+use crate::source::evened;
 
 /// Raised when the same settings give other bytes than before.
-const CODEC: u32 = 1;
+const CODEC: u32 = 2;
 /// Columns that share a scale in the backbone.
 const BACKBONE_GROUP: usize = 64;
 
@@ -266,6 +267,11 @@ impl Settings {
 
     /// The encoding of a tensor whose checkpoint type is `source`: the only place that decides it.
     pub(crate) fn encoding(&self, role: Role, source: Encoding) -> Encoding {
+        let source = match (role, source) {
+            // Only experts have tables.
+            (Role::Backbone(_), Encoding::Table(table)) => Encoding::Uniform(evened(table).0),
+            _ => source,
+        };
         let (bits, group) = match role {
             Role::Expert { .. } => (self.bits, self.group),
             Role::Backbone(_) => (self.backbone.bits(), BACKBONE_GROUP),
@@ -294,7 +300,7 @@ mod tests {
         let line = |settings: &Settings| settings.canonical();
         let base = Settings::default();
         let plain = Settings { recipe: Recipe::Absmax, ..base.clone() };
-        assert_eq!(line(&plain), "codec=1 experts=q4/64 backbone=q8/64 max-layers=all max-experts=all");
+        assert_eq!(line(&plain), "codec=2 experts=q4/64 backbone=q8/64 max-layers=all max-experts=all");
         assert_eq!(line(&base), format!("{} recipe=searched", line(&plain)));
         for settings in [&base, &plain] {
             assert_eq!(Recipe::of(Some(&line(settings))), settings.recipe);

@@ -2,9 +2,9 @@
 //!
 //! Whatever the file's own packing, a run of rows comes out in one of two ways: as floats, or as [`Codes`]:
 //! unsigned codes in groups along the row, each group with a scale and a minimum in `f32`, so that a weight is
-//! `fma(code, scale, minimum)`. All formats with uniform levels are of this form, and those with a table of
-//! levels are too once the level itself is taken for the code. So a vault that has an encoding with these
-//! levels keeps the codes, and every other one gets the weights.
+//! `fma(code, scale, minimum)`, or `level[code] * scale` if they name levels of a table. A tensor that a vault has
+//! such codes for keeps them, and every other one gets the weights. The backbone has no tables: there the level
+//! itself, counted from a power of two below, is the code ([`evened`]).
 
 pub(crate) mod ggml;
 pub(crate) mod gguf;
@@ -18,7 +18,7 @@ use std::path::PathBuf;
 
 use smoe_format::half::{f16_to_f32, f32_to_f16};
 use smoe_format::tile::ROWS;
-use smoe_format::{Encoding, Uniform, Zero};
+use smoe_format::{Encoding, Table, Uniform, Zero};
 
 use crate::error::SculptError;
 pub(crate) use packed::{Mlx, Packing, Raw, resolve};
@@ -154,13 +154,21 @@ type ReadRows<'a, T> = dyn FnMut(Range<usize>, &mut Vec<T>) -> Result<(), Sculpt
 pub(crate) struct Codes {
     /// Row by row.
     pub codes: Vec<u8>,
-    /// Scale and minimum of each (row, group).
+    /// Scale and minimum (0 for a table) of each (row, group).
     pub levels: Vec<[f32; 2]>,
 }
 
 /// Affine codes.
 pub(crate) fn affine(bits: u8, group: usize) -> Option<Uniform> {
     Uniform::new(bits, group, Zero::Affine)
+}
+
+/// Affine codes whose steps hold the levels of a table, and what must be added to a level to make its code: a power of
+/// two, so that the minimum that takes it away again is exact.
+pub(crate) fn evened(table: Table) -> (Uniform, i16) {
+    let fits = |half: i16| table.levels().iter().all(|&level| (-half..half).contains(&i16::from(level)));
+    let bits = if fits(16) { 5 } else { 8 };
+    (affine(bits, table.group()).expect("bits and groups of the format"), 1 << (bits - 1))
 }
 
 /// What became of codes on their way into a vault.
@@ -175,9 +183,10 @@ pub(crate) enum Kept {
 }
 
 impl Codes {
-    /// The weights: the definition of every packed type's values.
-    pub fn weights(&self, group: usize, cols: usize, out: &mut [f32]) {
-        let groups = cols.div_ceil(group);
+    /// The weights, of codes that are of this encoding: the definition of every packed type's values.
+    pub fn weights(&self, encoding: Encoding, cols: usize, out: &mut [f32]) {
+        let tiles = encoding.tiles().expect("codes");
+        let (group, groups) = (tiles.group(), tiles.groups(cols));
         for ((row, codes), levels) in out
             .chunks_exact_mut(cols)
             .zip(self.codes.chunks_exact(cols))
@@ -187,15 +196,20 @@ impl Codes {
                 row.chunks_mut(group).zip(codes.chunks(group)).zip(levels)
             {
                 for (w, &code) in out.iter_mut().zip(codes) {
-                    *w = f32::from(code).mul_add(scale, minimum);
+                    *w = match encoding {
+                        Encoding::Table(table) => table.dequantise(code, scale),
+                        _ => f32::from(code).mul_add(scale, minimum),
+                    };
                 }
             }
         }
     }
 
-    /// Writes them as tiles.
-    pub fn tiles(&self, uniform: Uniform, cols: usize, out: &mut [u8]) -> Kept {
+    /// Writes them, codes of the encoding `of`, as tiles of `to`: the same, or what a table is evened to.
+    pub fn tiles(&self, of: Encoding, to: Encoding, cols: usize, out: &mut [u8]) -> Kept {
+        let uniform = to.tiles().expect("codes");
         let (group, groups) = (uniform.group(), uniform.groups(cols));
+        let mut steps = [0; 128];
         let mut kept = Kept::Exactly;
         out.fill(0);
         for (row, (codes, levels)) in
@@ -205,6 +219,22 @@ impl Codes {
             for ((tile, codes), level) in
                 block.chunks_exact_mut(uniform.tile_bytes()).zip(codes.chunks(group)).zip(levels)
             {
+                let (mut codes, mut level) = (codes, *level);
+                if let Encoding::Table(table) = of {
+                    let of_code = |code: u8| table.levels()[usize::from(code)];
+                    // Zero times any scale: the one of an empty block may be far below f16.
+                    if codes.iter().all(|&code| of_code(code) == 0) {
+                        level[0] = 0.0;
+                    }
+                    if to != of {
+                        let (_, add) = evened(table);
+                        for (step, &code) in steps.iter_mut().zip(codes) {
+                            *step = (i16::from(of_code(code)) + add) as u8;
+                        }
+                        codes = &steps[..codes.len()];
+                        level[1] = -f32::from(add) * level[0];
+                    }
+                }
                 let halves = level.map(f32_to_f16);
                 for (&level, half) in level.iter().zip(halves) {
                     let stored = f16_to_f32(half);
@@ -228,10 +258,10 @@ impl Form {
         let uniform = |uniform: Option<Uniform>| uniform.map_or(Encoding::F32, Encoding::Uniform);
         match self {
             Self::Float { ty, .. } | Self::Strided { ty, .. } => *ty,
-            Self::Ggml { kind, .. } => Encoding::Uniform(kind.uniform()),
+            Self::Ggml { kind, .. } => kind.encoding(),
             // Products of two floats.
             Self::Fp8 { .. } | Self::Heads(_) => Encoding::F32,
-            Self::Mxfp4 { .. } => Encoding::Uniform(ggml::Kind::Mxfp4.uniform()),
+            Self::Mxfp4 { .. } => ggml::Kind::Mxfp4.encoding(),
             Self::Mlx { mlx, .. } => uniform(affine(mlx.bits, mlx.group)),
             Self::Gptq(gptq) => uniform(gptq.uniform()),
             Self::Awq(awq) => uniform(awq.uniform()),
@@ -431,25 +461,32 @@ impl Source {
             Form::Gptq(gptq) if gptq.uniform().is_none() => gptq.weights(self, files, rows, raw, values)?,
             Form::Heads(heads) => heads.weights(self, files, rows, raw, codes, values)?,
             _ => {
-                let group = self.read_codes(files, rows, raw, codes)?;
-                codes.weights(group, self.cols, values);
+                self.read_codes(files, rows, raw, codes)?;
+                codes.weights(self.encoding, self.cols, values);
             }
         }
         Ok(())
     }
 
-    /// Reads whole rows of a tensor that is kept as codes; returns the columns of a group.
+    /// True if tiles of this encoding hold the codes that are stored, each as it is or by its level.
+    pub fn keeps(&self, encoding: Encoding) -> bool {
+        let even = |table| Encoding::Uniform(evened(table).0);
+        encoding == self.encoding
+            || matches!(self.encoding, Encoding::Table(table) if even(table) == encoding)
+    }
+
+    /// Reads whole rows of a tensor that is kept as codes.
     pub fn read_codes(
         &self,
         files: Files<'_>,
         rows: Range<usize>,
         raw: &mut Vec<u8>,
         out: &mut Codes,
-    ) -> Result<usize, SculptError> {
-        let Encoding::Uniform(uniform) = self.encoding else {
+    ) -> Result<(), SculptError> {
+        let Some(tiles) = self.encoding.tiles() else {
             unreachable!("floats have no codes");
         };
-        let groups = uniform.groups(self.cols);
+        let groups = tiles.groups(self.cols);
         out.codes.resize(rows.len() * self.cols, 0);
         out.levels.resize(rows.len() * groups, [0.0; 2]);
         match self.form {
@@ -469,7 +506,7 @@ impl Source {
                 unreachable!("these are kept as floats")
             }
         }
-        Ok(uniform.group())
+        Ok(())
     }
 }
 

@@ -14,7 +14,7 @@ use smoe_testkit::fixtures;
 use common::{Random, Tensor, Tiny, Type, Vault, Watch, files, run, settings, shared};
 use gguf::{Gguf, KINDS, Meta, blocks, of_checkpoint};
 use serde_json::{Value, json};
-use smoe_format::{BackboneTensor, Encoding, Projection, Uniform, Zero};
+use smoe_format::{BackboneTensor, Encoding, Projection, Table, Uniform, Zero};
 use smoe_sculpt::{
     BackboneBits, Checkpoint, Outcome, Recipe, SculptError, Settings, measure_error, sculpt, verify,
 };
@@ -160,11 +160,17 @@ fn decoded(encoding: Encoding, bytes: &[u8], cols: usize, n: usize) -> Vec<f32> 
 #[test]
 fn blocks_are_kept_to_the_bit_or_nearly() {
     let dir = tempfile::tempdir().unwrap();
-    let expected = |kind: &str| match kind {
-        "Q4_0" | "Q4_1" | "Q4_K" => (4, 32),
-        "Q5_0" | "Q5_1" | "Q5_K" | "MXFP4" => (5, 32),
-        "Q8_0" | "IQ4_NL" => (8, 32),
-        _ => (6, 16),
+    // Experts may have level tables, the backbone has steps.
+    let expected = |kind: &str, expert: bool| {
+        let (bits, group) = match kind {
+            "MXFP4" if expert => return Encoding::Table(Table::MXFP4),
+            "IQ4_NL" if expert => return Encoding::Table(Table::IQ4_NL),
+            "Q4_0" | "Q4_1" | "Q4_K" => (4, 32),
+            "Q5_0" | "Q5_1" | "Q5_K" | "MXFP4" => (5, 32),
+            "Q8_0" | "IQ4_NL" => (8, 32),
+            _ => (6, 16),
+        };
+        Encoding::Uniform(Uniform::new(bits, group, Zero::Affine).unwrap())
     };
     let quiet = AtomicBool::new(false);
     for (i, (_, kind, _)) in KINDS.into_iter().enumerate() {
@@ -176,10 +182,8 @@ fn blocks_are_kept_to_the_bit_or_nearly() {
         assert_eq!(run(&path, &vault, &asked).unwrap(), Outcome::Created);
         assert_whole(&vault);
         let exact = !kind.ends_with("_K");
-        let (bits, group) = expected(kind);
-        let kept = Encoding::Uniform(Uniform::new(bits, group, Zero::Affine).unwrap());
         each_tensor(&vault, &meant, |name, encoding, bytes, cols, values| {
-            assert_eq!(encoding, kept, "{kind} {name}");
+            assert_eq!(encoding, expected(kind, name.contains("_exps")), "{kind} {name}");
             let found = decoded(encoding, bytes, cols, values.len());
             if exact {
                 assert!(found == values, "{kind} {name}");
@@ -206,6 +210,8 @@ fn blocks_are_kept_to_the_bit_or_nearly() {
                 assert!(exact);
                 let (a, b) = (Vault::open(&vault), Vault::open(&out));
                 assert!(a.backbone_bytes == b.backbone_bytes);
+                let data = |vault: &Vault| vault.experts_bytes[vault.experts.data_offset as usize..].to_vec();
+                assert!(data(&a) == data(&b));
             }
             Err(SculptError::Lossy { tensor, form, .. }) => {
                 assert!(!exact && form == kind && tensor.starts_with("model."), "{tensor} {form}");
@@ -232,6 +238,65 @@ fn blocks_are_kept_to_the_bit_or_nearly() {
             assert!(wanted == bytes, "{kind} {name}");
         });
     }
+}
+
+/// Gate in one type, up in another, down in a third, as mixtures of quantised files have them: kept side by side.
+#[test]
+fn projections_of_unlike_types_stand_in_one_record() {
+    let dir = tempfile::tempdir().unwrap();
+    let (mut file, mut meant) = coded("MXFP4", 11);
+    let kinds = [("gate", "MXFP4"), ("up", "IQ4_NL"), ("down", "Q6_K")];
+    for (part, kind) in &kinds[1..] {
+        let (other, values) = coded(kind, 12);
+        let ours = format!("ffn_{part}_exps");
+        for (to, from) in file.tensors.iter_mut().zip(&other.tensors).filter(|(to, _)| to.0.contains(&ours)) {
+            to.clone_from(from);
+            meant.insert(to.0.clone(), values[&to.0].clone());
+        }
+    }
+    let path = dir.path().join("m.gguf");
+    file.write(&path);
+    let out = dir.path().join("v");
+    run(&path, &out, &Settings::default()).unwrap();
+    assert_whole(&out);
+    let names: Vec<String> =
+        Vault::open(&out).experts.layers[0].tensors.iter().map(|t| t.encoding.to_string()).collect();
+    assert_eq!(names, ["mxfp4/32", "iq4_nl/32", "q6a/16"]);
+    each_tensor(&out, &meant, |name, encoding, bytes, cols, values| {
+        if !name.contains("ffn_down") {
+            assert!(decoded(encoding, bytes, cols, values.len()) == values, "{name}");
+        }
+    });
+}
+
+/// A block of MXFP4 whose power of two is no f16: coded with an error, and refused where none is allowed.
+#[test]
+fn powers_of_mxfp4_that_no_f16_has_are_told() {
+    let dir = tempfile::tempdir().unwrap();
+    let (mut file, _) = coded("MXFP4", 13);
+    let path = dir.path().join("m.gguf");
+    let lossless = Settings { bits: 16, backbone: BackboneBits::Bf16, lossless: true, ..Settings::default() };
+    let entry = file.tensors.iter().position(|t| t.0 == "blk.1.ffn_up_exps.weight").unwrap();
+    // The second expert's first block: 2^-27 times codes that are not all 0; then all 0.
+    let at = 256 * 256 / 32 * 17;
+    let block = &mut file.tensors[entry].3[at..at + 17];
+    block.fill(0x21);
+    block[0] = 100;
+    file.write(&path);
+    match run(&path, &dir.path().join("no"), &lossless) {
+        Err(SculptError::Lossy { tensor, form, .. }) => {
+            assert_eq!((tensor.as_str(), form), ("model.layers.1.mlp.experts.1.up_proj.weight", "MXFP4"));
+        }
+        other => panic!("{other:?}"),
+    }
+    run(&path, &dir.path().join("near"), &Settings::default()).unwrap();
+    let quiet = AtomicBool::new(false);
+    let errors = measure_error(&path, &dir.path().join("near"), Some(1), &(), &quiet).unwrap();
+    let worst = errors.iter().find(|e| e.kind.contains("up")).unwrap().max_error;
+    assert!(worst > 0.0 && worst <= 2f64.powi(-27), "{worst}");
+    file.tensors[entry].3[at + 1..at + 17].fill(0x80);
+    file.write(&path);
+    run(&path, &dir.path().join("yes"), &lossless).unwrap();
 }
 
 #[test]

@@ -13,6 +13,7 @@
 pub mod fixtures;
 pub mod golden;
 pub mod kl;
+pub mod mxfp4;
 pub mod random;
 pub mod reference;
 pub mod tiny;

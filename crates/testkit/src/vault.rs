@@ -9,10 +9,35 @@ use safetensors::tensor::TensorView;
 use smoe_format::backbone::label;
 use smoe_format::expert_file::{Architecture, FileEntry, Manifest, Provenance};
 use smoe_format::half::{bf16_to_f32, f32_to_bf16};
-use smoe_format::{BackboneTensor, Encoding, ExpertFile, ModelSpec, Projection, file_name, record_crc};
+use smoe_format::{
+    BackboneTensor, Encoding, ExpertFile, ModelSpec, Projection, Table, file_name, record_crc,
+};
 
 use crate::weights::Weights;
 use crate::write;
+
+/// The encoding of a label, level tables included, which `str::parse` refuses: those that have a name, and made up
+/// levels in no order for `t2/64` and the like.
+///
+/// # Panics
+/// If there is none.
+#[must_use]
+pub fn encoding(label: &str) -> Encoding {
+    if let Ok(encoding) = label.parse() {
+        return encoding;
+    }
+    let levels = |bits: u8| (0..1 << bits).map(|code| (code * 89 + 40) as u8 as i8).collect::<Vec<i8>>();
+    let (kind, group) = label.split_once('/').expect(label);
+    let table = match kind {
+        "mxfp4" => Some(Table::MXFP4),
+        "iq4_nl" => Some(Table::IQ4_NL),
+        "t2" => Table::new(2, 64, &levels(2)),
+        "t3" => Table::new(3, 64, &levels(3)),
+        "t4" => Table::new(4, 64, &levels(4)),
+        _ => None,
+    };
+    Encoding::Table(table.and_then(|table| table.with_group(group.parse().ok()?)).expect(label))
+}
 
 /// Writes a vault into `dir`, which must exist.
 ///

@@ -113,7 +113,7 @@ impl Context {
         let cols = matrices.first().map_or(0, Matrix::cols);
         let Plane { x, coded } = plane;
         let x = &x[..tokens * cols];
-        let coded_groups = matrices.iter().filter_map(Matrix::uniform).map(Uniform::group);
+        let coded_groups = matrices.iter().filter_map(Matrix::tiles).map(Uniform::group);
         for group in coded_groups.filter(|_| !self.exact) {
             for coded in coded.iter_mut().filter(|coded| coded.group == group && !coded.fresh) {
                 coded.activations.quantise_parallel(&self.pool, self.kernels, x, tokens, cols, group);
@@ -251,13 +251,8 @@ impl LatentPlanes {
 /// Group sizes of all coded weights: as many int8 forms may an input have.
 pub(crate) fn groups(resident: impl Iterator<Item = Encoding>, experts: &[LayerTable]) -> Vec<usize> {
     let routed = experts.iter().flat_map(|table| &table.tensors).map(|t| t.encoding);
-    let mut groups: Vec<usize> = resident
-        .chain(routed)
-        .filter_map(|encoding| match encoding {
-            Encoding::Uniform(u) => Some(u.group()),
-            _ => None,
-        })
-        .collect();
+    let mut groups: Vec<usize> =
+        resident.chain(routed).filter_map(Encoding::tiles).map(Uniform::group).collect();
     groups.sort_unstable();
     groups.dedup();
     groups

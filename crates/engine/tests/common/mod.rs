@@ -119,9 +119,9 @@ pub fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|v| v.to_bits()).collect()
 }
 
-/// `experts` is one encoding for gate, up and down, or three, as `bf16,q8/64,q4/32`.
+/// `experts` is one encoding for gate, up and down, or three, as `bf16,q8/64,mxfp4/32`.
 pub fn write_tiny(dir: &Path, model: &smoe_testkit::TinyModel, experts: &str, backbone: &str) -> Vault {
-    let kinds: Vec<smoe_format::Encoding> = experts.split(',').map(|e| e.parse().unwrap()).collect();
+    let kinds: Vec<smoe_format::Encoding> = experts.split(',').map(smoe_testkit::vault::encoding).collect();
     let kind = |i: usize| kinds[i.min(kinds.len() - 1)];
     model.write_vault(dir, [kind(0), kind(1), kind(2)], backbone.parse().unwrap());
     Vault::open(dir).unwrap()

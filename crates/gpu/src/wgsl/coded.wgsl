@@ -9,8 +9,8 @@
 // What is indexed by a literal, once all is inlined, lives in registers: hence the lists of calls in place of
 // loops, `..s` of what is here by the line, token, span or chain, which coded.rs appends.
 //
-// Needs: those lists; fn finish, which takes the sums; fn fma2, const PLAYED; consts LOW, HIGH (bits of the
-// planes), TILE_GROUP, AFFINE, TOKENS, THREADS, ITEMS, SLOTS, CHAINS, HELD
+// Needs: those lists; fn levels, which makes factors of codes; fn finish, which takes the sums; fn fma2, const PLAYED;
+// consts LOW, HIGH (bits of the planes), TILE_GROUP, AFFINE, TABLE, TOKENS, THREADS, ITEMS, SLOTS, CHAINS, HELD
 // (lanes hold their shares of tiles, as they cannot of the longest).
 
 @group(0) @binding(0) var<storage, read> weights: array<vec4<u32>>;
@@ -83,7 +83,7 @@ fn line(lines: ptr<function, Lines>, base: u32, at: u32, i: u32) -> vec4<u32> {
     return out;
 }
 
-// Four columns, unit `unit`, of four rows; of those 16 below if `half` is 1.
+// What is multiplied of four columns, unit `unit`, of four rows; of those 16 below if `half` is 1.
 fn codes(lines: ptr<function, Lines>, base: u32, at: u32, unit: u32, half: u32) -> vec4<u32> {
     var out: vec4<u32>;
     if (LOW == 8u) {
@@ -97,7 +97,7 @@ fn codes(lines: ptr<function, Lines>, base: u32, at: u32, unit: u32, half: u32) 
         let high = line(lines, base, at, LOW_LINES + unit % HIGH_PLANE) >> vec4(shift);
         out |= (high & vec4(HIGH_MASK)) << vec4(LOW);
     }
-    return out;
+    return levels(out);
 }
 
 fn dot4(codes: vec4<u32>, x: u32) -> vec4<i32> {
@@ -163,10 +163,10 @@ fn hand(
     let cell = x_cells[(*job).rows[token] * (*job).tiles + tile];
     let sum = bitcast<i32>(cell.y);
     var factor = bitcast<f32>(cell.x);
-    // 8-bit codes were taken less 128; symmetric ones count from the middle.
+    // 8-bit codes were taken less 128; symmetric ones count from the middle; levels are what they are.
     var shift = select(0i, 128i * sum, LOW == 8u);
     var times = 1i;
-    if (AFFINE == 0u) {
+    if (AFFINE == 0u && TABLE == 0u) {
         times = 2i;
         shift = 2i * shift - MOST * sum;
         // The scale / MOST, rounded once: Markstein.

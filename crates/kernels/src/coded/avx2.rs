@@ -3,6 +3,11 @@
 //! `vpmaddubsw` saturates at 32,767, so a pair of products may reach `2 * m * 127` and only so many pairs may
 //! be added in 16 bits before they are widened: [`units_in_16_bits`]. Codes of 8 bits would saturate a
 //! single pair (64,770) and are split into nibbles, `dot = low + 16 * high`.
+//!
+//! Levels of a table are signed. Near ones, as those of MXFP4, are taken from the least of them: unsigned codes like
+//! any other, and what is missing is added to the sums. Of others the magnitudes are multiplied by activations that
+//! got their signs, `|level| * (sign(level) * x)`, and two such products, 32,258 at most, are widened at once
+//! (EXP-KERNEL-06).
 
 use std::arch::x86_64::*;
 
@@ -39,15 +44,51 @@ const _: () = {
     }
 };
 
+/// Codes are multiplied.
+const PLAIN: u8 = 0;
+/// Levels less the least of them are.
+const NEAR: u8 = 1;
+/// Magnitudes of levels are, with activations of their signs.
+const FAR: u8 = 2;
+
+/// [`rows`], as the levels have it.
 #[target_feature(enable = "avx2,fma,f16c")]
-fn kernel<const BITS: u8, const T: usize>(job: Job<'_>, out: &mut Sums) {
+fn kernel<const BITS: u8, const TABLE: bool, const T: usize>(job: Job<'_>, out: &mut Sums) {
+    let Some(levels) = job.levels.filter(|_| TABLE) else {
+        return rows::<BITS, PLAIN, T>(job, [0; 16], 0, const { units_in_16_bits(BITS) }, out);
+    };
+    let (least, most) =
+        levels.iter().fold((0, 0), |(least, most), &level| (level.min(least), level.max(most)));
+    let span = usize::from(most.abs_diff(least));
+    match i16::MAX as usize / (2 * span.max(1) * 127) {
+        0 | 1 => rows::<BITS, FAR, T>(job, levels, 0, 1, out),
+        // Then the span is 64 at most.
+        pairs => {
+            let levels = levels.map(|level| level.wrapping_sub(least));
+            rows::<BITS, NEAR, T>(job, levels, i32::from(least), 1 << pairs.ilog2(), out);
+        }
+    }
+}
+
+/// All rows of the block. `levels` are what codes become, `least` is what such a level is short of its own, and `units`
+/// of four columns fit in 16 bits together.
+#[target_feature(enable = "avx2,fma,f16c")]
+fn rows<const BITS: u8, const MAP: u8, const T: usize>(
+    job: Job<'_>,
+    levels: [i8; 16],
+    least: i32,
+    units: usize,
+    out: &mut Sums,
+) {
     let (uniform, x) = (job.uniform, job.x);
     let (group, tile_bytes, code_bytes) = (uniform.group(), uniform.tile_bytes(), uniform.code_bytes());
     assert!(uniform.bits() == BITS && code_bytes == code_bytes_of(BITS, group));
     let m = i32::from(uniform.max_code());
     let narrow_fields = const { narrow_fields(BITS) };
     let lines = group / 4 / narrow_fields;
-    let step = const { units_in_16_bits(BITS) }.min(lines);
+    let step = if MAP == FAR { 1 } else { units.min(lines) };
+    // SAFETY: sixteen bytes.
+    let levels = _mm256_broadcastsi128_si256(unsafe { _mm_loadu_si128(levels.as_ptr().cast()) });
     assert!(group.is_multiple_of(16) && lines.is_multiple_of(step));
     let mut sums = [[_mm256_setzero_ps(); 4]; T];
     for (g, tile) in job.tiles.chunks_exact(tile_bytes).enumerate() {
@@ -66,14 +107,23 @@ fn kernel<const BITS: u8, const T: usize>(job: Job<'_>, out: &mut Sums) {
                     let mut narrow = [[_mm256_setzero_si256(); 2]; T];
                     for line in start..start + step {
                         // SAFETY: `q` and `line` are within the tile's planes of this group (asserted).
-                        let pair = unsafe { unpack::<BITS>(codes, group, lines, q, line, part) };
+                        let mut pair = unsafe { unpack::<BITS>(codes, group, lines, q, line, part) };
+                        if MAP != PLAIN {
+                            pair =
+                                [_mm256_shuffle_epi8(levels, pair[0]), _mm256_shuffle_epi8(levels, pair[1])];
+                        }
+                        let signs = pair;
+                        if MAP == FAR {
+                            pair = [_mm256_abs_epi8(pair[0]), _mm256_abs_epi8(pair[1])];
+                        }
                         for (t, narrow) in narrow.iter_mut().enumerate() {
                             let at = t * group + 4 * (q * lines + line);
                             // SAFETY: four columns of a group, and xs holds T groups.
                             let x = unsafe { xs.add(at).cast::<i32>().read_unaligned() };
                             let x = _mm256_set1_epi32(x);
-                            for (narrow, codes) in narrow.iter_mut().zip(pair) {
-                                *narrow = _mm256_add_epi16(*narrow, _mm256_maddubs_epi16(codes, x));
+                            for (i, narrow) in narrow.iter_mut().enumerate() {
+                                let x = if MAP == FAR { _mm256_sign_epi8(x, signs[i]) } else { x };
+                                *narrow = _mm256_add_epi16(*narrow, _mm256_maddubs_epi16(pair[i], x));
                             }
                         }
                     }
@@ -98,6 +148,15 @@ fn kernel<const BITS: u8, const T: usize>(job: Job<'_>, out: &mut Sums) {
         let scales = halves(&tile[code_bytes..]);
         let (sx, sx_sums) = (&x.scales[cell..cell + T], &x.sums[cell..cell + T]);
         match uniform.zero() {
+            _ if MAP != PLAIN => {
+                for t in 0..T {
+                    let (sx, short) = (_mm256_set1_ps(sx[t]), _mm256_set1_epi32(least * sx_sums[t]));
+                    for i in 0..4 {
+                        let dot = _mm256_cvtepi32_ps(_mm256_add_epi32(dots[t][i], short));
+                        sums[t][i] = _mm256_fmadd_ps(dot, _mm256_mul_ps(scales[i], sx), sums[t][i]);
+                    }
+                }
+            }
             Zero::Symmetric => {
                 for t in 0..T {
                     let factor = _mm256_set1_ps(sx[t] / m as f32);

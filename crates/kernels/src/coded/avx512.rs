@@ -13,7 +13,7 @@ pub(super) fn block(job: Job<'_>, tokens: usize, out: &mut Sums) {
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,f16c")]
-fn kernel<const BITS: u8, const T: usize>(job: Job<'_>, out: &mut Sums) {
+fn kernel<const BITS: u8, const TABLE: bool, const T: usize>(job: Job<'_>, out: &mut Sums) {
     let (uniform, x) = (job.uniform, job.x);
     let (group, tile_bytes, code_bytes) = (uniform.group(), uniform.tile_bytes(), uniform.code_bytes());
     assert!(uniform.bits() == BITS && code_bytes == code_bytes_of(BITS, group));
@@ -22,19 +22,30 @@ fn kernel<const BITS: u8, const T: usize>(job: Job<'_>, out: &mut Sums) {
     // Lines of the narrowest plane: field pair q of them is units q * lines ..
     let lines = group / 4 / narrow_fields;
     assert!(group.is_multiple_of(16) && lines.is_multiple_of(unroll));
+    let levels = biased(job.levels.unwrap_or_default());
     let mut sums = [[_mm512_setzero_ps(); 2]; T];
     for (g, tile) in job.tiles.chunks_exact(tile_bytes).enumerate() {
         let cell = g * x.step;
         let codes = tile.as_ptr();
         let xs = x.codes[cell * group..(cell + T) * group].as_ptr();
         let mut dots = [[_mm512_setzero_si512(); 2]; T];
+        if TABLE {
+            // What the bias of the levels will add.
+            for (dots, sum) in dots.iter_mut().zip(&x.sums[cell..cell + T]) {
+                *dots = [_mm512_set1_epi32(-128 * sum); 2];
+            }
+        }
         for q in 0..narrow_fields {
             let mut line = 0;
             while line < lines {
                 for line in line..line + unroll {
                     let unit = q * lines + line;
                     // SAFETY: `q` and `line` are within the tile's planes of this group (asserted above).
-                    let [low, high] = unsafe { unpack::<BITS, T>(codes, group, lines, q, line) };
+                    let [mut low, mut high] = unsafe { unpack::<BITS, T>(codes, group, lines, q, line) };
+                    if TABLE {
+                        low = _mm512_shuffle_epi8(levels, low);
+                        high = _mm512_shuffle_epi8(levels, high);
+                    }
                     for (t, dots) in dots.iter_mut().enumerate() {
                         // SAFETY: 4 * unit + 4 <= group, and xs holds T groups.
                         let x = unsafe { xs.add(t * group + 4 * unit).cast::<i32>().read_unaligned() };
@@ -50,6 +61,16 @@ fn kernel<const BITS: u8, const T: usize>(job: Job<'_>, out: &mut Sums) {
         prefetch::<T>(codes.wrapping_add(code_bytes));
         let (sx, sx_sums) = (&x.scales[cell..cell + T], &x.sums[cell..cell + T]);
         match uniform.zero() {
+            _ if TABLE => {
+                for t in 0..T {
+                    let sx = _mm512_set1_ps(sx[t]);
+                    for half in 0..2 {
+                        let dot = _mm512_cvtepi32_ps(dots[t][half]);
+                        let scale = _mm512_mul_ps(scales[half], sx);
+                        sums[t][half] = _mm512_fmadd_ps(dot, scale, sums[t][half]);
+                    }
+                }
+            }
             Zero::Symmetric => {
                 let mut factors = [0.0f32; T];
                 let mut offsets = [0.0f32; T];
@@ -90,6 +111,15 @@ fn kernel<const BITS: u8, const T: usize>(job: Job<'_>, out: &mut Sums) {
             unsafe { _mm512_storeu_ps(out.as_mut_ptr(), sums) };
         }
     }
+}
+
+/// Levels as unsigned bytes, 128 more than they are, in each quarter of a register.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn biased(levels: [i8; 16]) -> __m512i {
+    let bytes = levels.map(|level| level.cast_unsigned() ^ 0x80);
+    // SAFETY: sixteen bytes.
+    _mm512_broadcast_i32x4(unsafe { _mm_loadu_si128(bytes.as_ptr().cast()) })
 }
 
 /// Field pairs of the narrowest plane, and how many of its lines the loop takes at once.

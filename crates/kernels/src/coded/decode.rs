@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use smoe_format::tile::{ROWS, plane_bytes, plane_widths};
-use smoe_format::{Encoding, Uniform, Zero};
+use smoe_format::{Uniform, Zero};
 
 use crate::{Isa, Kernels, Matrix};
 
@@ -48,7 +48,15 @@ fn fields(plane: &[u8], width: u8, out: &mut [[[u8; 4]; ROWS]], put: impl Fn(&mu
 
 /// Rows `rows` of one block into `out`, `[rows, cols]`.
 #[inline(always)]
-fn decode_block(uniform: Uniform, block: &[u8], rows: Range<usize>, cols: usize, out: &mut [f32]) {
+fn decode_block(
+    (uniform, levels): (Uniform, Option<[i8; 16]>),
+    block: &[u8],
+    rows: Range<usize>,
+    cols: usize,
+    out: &mut [f32],
+) {
+    // In f32 already, for codes have at most four bits.
+    let levels = levels.map(|levels| levels.map(f32::from));
     let group = uniform.group();
     let mut codes: Codes = [[[0; 4]; ROWS]; 32];
     for (g, tile) in block.chunks_exact(uniform.tile_bytes()).enumerate() {
@@ -56,14 +64,17 @@ fn decode_block(uniform: Uniform, block: &[u8], rows: Range<usize>, cols: usize,
         for (row, out) in rows.clone().zip(out.chunks_exact_mut(cols)) {
             let (scale, minimum) = uniform.scale(tile, row);
             let out = &mut out[g * group..cols.min((g + 1) * group)];
-            // `Uniform::dequantise`, with the row's part of it done once.
-            match uniform.zero() {
-                Zero::Symmetric => {
+            // `dequantise` of the encoding, with the row's part of it done once.
+            match (&levels, uniform.zero()) {
+                (Some(levels), _) => values(&codes, row, out, |code| levels[usize::from(code)] * scale),
+                (None, Zero::Symmetric) => {
                     let m = i32::from(uniform.max_code());
                     let step = scale / m as f32;
                     values(&codes, row, out, |code| (2 * i32::from(code) - m) as f32 * step);
                 }
-                Zero::Affine => values(&codes, row, out, |code| f32::from(code).mul_add(scale, minimum)),
+                (None, Zero::Affine) => {
+                    values(&codes, row, out, |code| f32::from(code).mul_add(scale, minimum));
+                }
             }
         }
     }
@@ -82,13 +93,19 @@ fn values(codes: &Codes, row: usize, out: &mut [f32], value: impl Fn(u8) -> f32)
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma")]
-fn decode_avx2(uniform: Uniform, block: &[u8], rows: Range<usize>, cols: usize, out: &mut [f32]) {
-    decode_block(uniform, block, rows, cols, out);
+fn decode_avx2(
+    codes: (Uniform, Option<[i8; 16]>),
+    block: &[u8],
+    rows: Range<usize>,
+    cols: usize,
+    out: &mut [f32],
+) {
+    decode_block(codes, block, rows, cols, out);
 }
 
 impl Kernels {
     /// Decodes the rows `rows` of a matrix into `out`, `[rows.len(), cols]`: exactly
-    /// [`Encoding::decode_row`], faster for coded weights. Any range will do.
+    /// [`smoe_format::Encoding::decode_row`], faster for coded weights. Any range will do.
     ///
     /// # Panics
     /// If `rows` are not of the matrix, or `out` has another length.
@@ -99,12 +116,13 @@ impl Kernels {
         if cols == 0 {
             return;
         }
-        let Encoding::Uniform(uniform) = matrix.encoding() else {
+        let Some(uniform) = matrix.tiles() else {
             for (row, out) in rows.zip(out.chunks_exact_mut(cols)) {
                 matrix.encoding().decode_row(matrix.bytes(), cols, row, out);
             }
             return;
         };
+        let codes = (uniform, matrix.levels());
         let size = uniform.block_bytes(cols);
         let mut row = rows.start;
         while row < rows.end {
@@ -115,12 +133,12 @@ impl Kernels {
             let out = &mut out[at * cols..(at + last - first) * cols];
             match self.isa() {
                 // NEON is part of every aarch64 target.
-                Isa::Scalar | Isa::Neon => decode_block(uniform, bytes, first..last, cols, out),
+                Isa::Scalar | Isa::Neon => decode_block(codes, bytes, first..last, cols, out),
                 #[cfg(target_arch = "x86_64")]
                 // SAFETY: a `Kernels` of either set proves that the machine has these features.
-                Isa::Avx2 | Isa::Avx512 => unsafe { decode_avx2(uniform, bytes, first..last, cols, out) },
+                Isa::Avx2 | Isa::Avx512 => unsafe { decode_avx2(codes, bytes, first..last, cols, out) },
                 #[cfg(not(target_arch = "x86_64"))]
-                Isa::Avx2 | Isa::Avx512 => decode_block(uniform, bytes, first..last, cols, out),
+                Isa::Avx2 | Isa::Avx512 => decode_block(codes, bytes, first..last, cols, out),
             }
             row += last - first;
         }

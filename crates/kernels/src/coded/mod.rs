@@ -19,8 +19,8 @@ mod scalar;
 
 use std::ops::Range;
 
+use smoe_format::Uniform;
 use smoe_format::tile::ROWS;
-use smoe_format::{Encoding, Uniform};
 
 use crate::activations::{Quantised, TOKENS, TokenBlock};
 use crate::{Isa, Kernels, Matrix, Shard};
@@ -44,7 +44,10 @@ const RUN_BYTES: usize = 256 << 10;
 /// What a kernel does to one block of rows.
 #[derive(Clone, Copy)]
 struct Job<'a> {
+    /// In whose tiles the codes lie; without levels, also what they mean.
     uniform: Uniform,
+    /// The levels that the codes name, if they are of a table.
+    levels: Option<[i8; 16]>,
     /// The tiles of the block, group after group.
     tiles: &'a [u8],
     x: TokenBlock<'a>,
@@ -58,13 +61,18 @@ impl Kernels {
     /// `out` holds at least the columns `rows` of a `[T, N]` plane, and only those are written.
     ///
     /// The definition, for one row and one token, groups in ascending order from `acc = 0`, where `dot` is
-    /// the exact sum of code times activation over the group, `sum` that of the activations, `sx` the scale
-    /// of the activations and `m` the largest code:
+    /// the exact sum of code times activation over the group (for a table, of level times activation), `sum`
+    /// that of the activations, `sx` the scale of the activations and `m` the largest code:
     ///
     /// ```text
     /// symmetric   acc = fma(float(2 * dot - m * sum), scale * (sx / m), acc)
     /// affine      acc = fma(float(sum), minimum * sx, fma(float(dot), scale * sx, acc))
+    /// table       acc = fma(float(dot), scale * sx, acc)
     /// ```
+    ///
+    /// Levels and activations are at most 127 in magnitude and groups 128 long, so a table's dots stay below
+    /// 128 * 127 * 127 = 2,064,512 < 2^24 and are exact as floats. Biased by 128, as sets that multiply u8 by s8
+    /// want them, their partial sums stay below 128 * 255 * 127 < 2^23.
     ///
     /// Every instruction set, T and range gives these bits.
     ///
@@ -78,9 +86,10 @@ impl Kernels {
         x: Quantised<'_>,
         out: &mut Shard<'_>,
     ) {
-        let Encoding::Uniform(uniform) = matrix.encoding() else {
+        let Some(uniform) = matrix.tiles() else {
             panic!("{matrix:?} has no codes");
         };
+        let levels = matrix.levels();
         matrix.assert_range(&rows);
         assert_eq!(x.cols(), matrix.cols(), "columns of {matrix:?} and of x");
         assert_eq!(x.group(), uniform.group(), "groups of {matrix:?} and of x");
@@ -101,7 +110,7 @@ impl Kernels {
                 for row in run.clone().step_by(ROWS) {
                     let at = row / ROWS * block_bytes;
                     let tiles = &matrix.bytes()[at..at + block_bytes];
-                    self.coded_block(Job { uniform, tiles, x: x.block(token) }, count, &mut sums);
+                    self.coded_block(Job { uniform, levels, tiles, x: x.block(token) }, count, &mut sums);
                     let width = ROWS.min(run.end - row);
                     for (t, sums) in sums[..count].iter().enumerate() {
                         out.store(token + t, row, &sums[..width]);
@@ -148,20 +157,24 @@ impl Kernels {
     }
 }
 
-/// Calls a `fn<const BITS: u8, const T: usize>(job, out)` for run-time bits and tokens.
+/// Calls a `fn<const BITS: u8, const TABLE: bool, const T: usize>(job, out)` for run-time bits and tokens; `TABLE`
+/// is whether the codes name levels.
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 macro_rules! by_bits_and_tokens {
     ($kernel:ident, $job:expr, $tokens:expr, $out:expr, [$($t:literal),+]) => {
-        match ($job.uniform.bits(), $tokens) {
+        match ($job.uniform.bits(), $job.levels.is_some(), $tokens) {
             $(
-                (2, $t) => $kernel::<2, $t>($job, $out),
-                (3, $t) => $kernel::<3, $t>($job, $out),
-                (4, $t) => $kernel::<4, $t>($job, $out),
-                (5, $t) => $kernel::<5, $t>($job, $out),
-                (6, $t) => $kernel::<6, $t>($job, $out),
-                (8, $t) => $kernel::<8, $t>($job, $out),
+                (2, false, $t) => $kernel::<2, false, $t>($job, $out),
+                (3, false, $t) => $kernel::<3, false, $t>($job, $out),
+                (4, false, $t) => $kernel::<4, false, $t>($job, $out),
+                (5, false, $t) => $kernel::<5, false, $t>($job, $out),
+                (6, false, $t) => $kernel::<6, false, $t>($job, $out),
+                (8, false, $t) => $kernel::<8, false, $t>($job, $out),
+                (2, true, $t) => $kernel::<2, true, $t>($job, $out),
+                (3, true, $t) => $kernel::<3, true, $t>($job, $out),
+                (4, true, $t) => $kernel::<4, true, $t>($job, $out),
             )+
-            (bits, tokens) => unreachable!("{bits} bits, {tokens} tokens"),
+            (bits, table, tokens) => unreachable!("{bits} bits, table: {table}, {tokens} tokens"),
         }
     };
 }

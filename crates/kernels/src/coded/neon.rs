@@ -2,8 +2,8 @@
 //!
 //! `sdot` takes the four activations from one lane of a register, so a register of them serves four units,
 //! and sums run down the rows' own lanes. It multiplies signed bytes: codes of up to six bits are that as
-//! they are; 8-bit codes lose 128 by a flip of their top bit, and their dots start at 128 times the sum of the
-//! activations instead of 0.
+//! they are, and so are the levels of a table, which a byte lookup makes of its codes; 8-bit codes lose 128 by a
+//! flip of their top bit, and their dots start at 128 times the sum of the activations instead of 0.
 
 // Tiles of registers are indexed: iterators over several of them at once are hard to read.
 #![allow(clippy::needless_range_loop)]
@@ -24,11 +24,11 @@ pub(super) fn block(job: Job<'_>, tokens: usize, out: &mut Sums) {
 /// [`rows_at_once`] with as many quarters of each line at once as leave sixteen registers for sums of
 /// products, of 32; eight for one token, which memory holds back anyway.
 #[target_feature(enable = "neon,dotprod")]
-fn kernel<const BITS: u8, const T: usize>(job: Job<'_>, out: &mut Sums) {
+fn kernel<const BITS: u8, const TABLE: bool, const T: usize>(job: Job<'_>, out: &mut Sums) {
     match T {
-        1 | 2 => rows_at_once::<BITS, T, 4>(job, out),
-        4 => rows_at_once::<BITS, T, 2>(job, out),
-        _ => rows_at_once::<BITS, T, 1>(job, out),
+        1 | 2 => rows_at_once::<BITS, TABLE, T, 4>(job, out),
+        4 => rows_at_once::<BITS, TABLE, T, 2>(job, out),
+        _ => rows_at_once::<BITS, TABLE, T, 1>(job, out),
     }
 }
 
@@ -36,7 +36,10 @@ fn kernel<const BITS: u8, const T: usize>(job: Job<'_>, out: &mut Sums) {
 /// `16 + 4 * quarter..`. Macros, not loops and functions, where shifts must be constants and dots stay in
 /// registers.
 #[target_feature(enable = "neon,dotprod")]
-fn rows_at_once<const BITS: u8, const T: usize, const Q: usize>(job: Job<'_>, out: &mut Sums) {
+fn rows_at_once<const BITS: u8, const TABLE: bool, const T: usize, const Q: usize>(
+    job: Job<'_>,
+    out: &mut Sums,
+) {
     let (uniform, x) = (job.uniform, job.x);
     let (group, tile_bytes, code_bytes) = (uniform.group(), uniform.tile_bytes(), uniform.code_bytes());
     assert!(uniform.bits() == BITS && code_bytes == code_bytes_of(BITS, group));
@@ -45,6 +48,9 @@ fn rows_at_once<const BITS: u8, const T: usize, const Q: usize>(job: Job<'_>, ou
     // Lines of the narrowest plane: field pair f of them is units f * lines ..
     let lines = group / 4 / narrow_fields;
     assert!(group.is_multiple_of(16));
+    let levels = job.levels.unwrap_or_default();
+    // SAFETY: sixteen bytes.
+    let levels = unsafe { vld1q_s8(levels.as_ptr()) };
     let mut sums = [[vdupq_n_f32(0.0); ROWS / 4]; T];
     for (g, tile) in job.tiles.chunks_exact(tile_bytes).enumerate() {
         let cell = g * x.step;
@@ -55,6 +61,7 @@ fn rows_at_once<const BITS: u8, const T: usize, const Q: usize>(job: Job<'_>, ou
         let mut factors = [0.0; T];
         for t in 0..T {
             factors[t] = match uniform.zero() {
+                _ if TABLE => sx[t],
                 Zero::Symmetric => sx[t] / m as f32,
                 Zero::Affine => sx[t],
             };
@@ -73,7 +80,12 @@ fn rows_at_once<const BITS: u8, const T: usize, const Q: usize>(job: Job<'_>, ou
                     for q in 0..Q {
                         let codes = codes.wrapping_add(16 * q);
                         // SAFETY: `f` and the line are within the tile's planes of this group (asserted).
-                        let [low, high] = unsafe { unpack::<BITS>(codes, group, lines, $f, $line + $lane) };
+                        let [mut low, mut high] =
+                            unsafe { unpack::<BITS>(codes, group, lines, $f, $line + $lane) };
+                        if TABLE {
+                            low = vqtbl1q_s8(levels, vreinterpretq_u8_s8(low));
+                            high = vqtbl1q_s8(levels, vreinterpretq_u8_s8(high));
+                        }
                         for t in 0..T {
                             dots[t][q][0] = sdot::<$lane>(dots[t][q][0], low, $x[t]);
                             dots[t][q][1] = sdot::<$lane>(dots[t][q][1], high, $x[t]);
@@ -115,6 +127,13 @@ fn rows_at_once<const BITS: u8, const T: usize, const Q: usize>(job: Job<'_>, ou
                     let four = 4 * half + quarter + q;
                     let scale = halves(&scales[four]);
                     match uniform.zero() {
+                        _ if TABLE => {
+                            for t in 0..T {
+                                let dot = vcvtq_f32_s32(dots[t][q][half]);
+                                let scale = vmulq_n_f32(scale, factors[t]);
+                                sums[t][four] = vfmaq_f32(sums[t][four], dot, scale);
+                            }
+                        }
                         Zero::Symmetric => {
                             for t in 0..T {
                                 let twice = vshlq_n_s32::<1>(dots[t][q][half]);

@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 use smoe_format::half::f32_to_f16;
-use smoe_format::{Zero, tile};
+use smoe_format::{Encoding, Table, Zero, tile};
 
 use super::*;
 use crate::Activations;
@@ -13,6 +13,27 @@ fn all_uniform() -> impl Iterator<Item = Uniform> {
             [Zero::Symmetric, Zero::Affine].into_iter().filter_map(move |z| Uniform::new(bits, group, z))
         })
     })
+}
+
+/// Uniform codes, and level tables: MXFP4's and IQ4_NL's, one that has the extremes and zeros, one of neither.
+fn all_coded() -> impl Iterator<Item = Encoding> {
+    let levels = |bits: u8, i: usize| -> Vec<i8> {
+        let other = (0..1 << bits).map(|code| (code * 89 + 31) as u8 as i8);
+        match i {
+            0 => other.map(|level| level.max(-127)).collect(),
+            _ => other.map(|level| [0, 127, -127][level.unsigned_abs() as usize % 3]).collect(),
+        }
+    };
+    let tables = [16, 32, 64, 128].into_iter().flat_map(move |group| {
+        let known = [Table::MXFP4, Table::IQ4_NL].into_iter().filter_map(move |t| t.with_group(group));
+        let others = (2..=4).flat_map(move |bits| (0..2).map(move |i| (bits, i)));
+        known.chain(others.filter_map(move |(bits, i)| Table::new(bits, group, &levels(bits, i))))
+    });
+    all_uniform().map(Encoding::Uniform).chain(tables.map(Encoding::Table))
+}
+
+fn tiles(encoding: Encoding) -> Uniform {
+    encoding.tiles().expect("coded")
 }
 
 struct Random(u64);
@@ -30,15 +51,17 @@ impl Random {
 }
 
 /// A tensor of random codes, scales and minima, padding included.
-fn tensor(uniform: Uniform, rows: usize, cols: usize, random: &mut Random) -> Vec<u8> {
-    let mut bytes = vec![0u8; Encoding::Uniform(uniform).tensor_bytes(rows, cols).expect("small")];
+fn tensor(encoding: Encoding, rows: usize, cols: usize, random: &mut Random) -> Vec<u8> {
+    let uniform = tiles(encoding);
+    let signed = encoding != Encoding::Uniform(uniform) || uniform.zero() == Zero::Affine;
+    let mut bytes = vec![0u8; encoding.tensor_bytes(rows, cols).expect("small")];
     for tile in bytes.chunks_exact_mut(uniform.tile_bytes()) {
         for row in 0..ROWS {
             let mask = uniform.max_code();
             let codes: Vec<u8> = (0..uniform.group()).map(|_| random.next() as u8 & mask).collect();
-            // Affine scales may have either sign.
+            // Affine scales and those of tables may have either sign.
             let (scale, minimum) = (random.unit(), f32_to_f16(random.unit()));
-            let scale = f32_to_f16(if uniform.zero() == Zero::Symmetric { scale.abs() } else { scale });
+            let scale = f32_to_f16(if signed { scale } else { scale.abs() });
             uniform.write_row(tile, row, &codes, scale, minimum);
         }
     }
@@ -47,7 +70,11 @@ fn tensor(uniform: Uniform, rows: usize, cols: usize, random: &mut Random) -> Ve
 
 /// `[T, N]` in the words of the definition: single codes, wide integers.
 fn reference(matrix: &Matrix<'_>, x: Quantised<'_>) -> Vec<f32> {
-    let uniform = matrix.uniform().expect("coded");
+    let uniform = tiles(matrix.encoding());
+    let table = match matrix.encoding() {
+        Encoding::Table(table) => Some(table),
+        _ => None,
+    };
     let (group, m) = (uniform.group(), i64::from(uniform.max_code()));
     let mut out = Vec::new();
     for token in 0..x.tokens() {
@@ -61,11 +88,13 @@ fn reference(matrix: &Matrix<'_>, x: Quantised<'_>) -> Vec<f32> {
                 let width = group.min(matrix.cols() - g * group);
                 for (col, &x) in codes[..width].iter().enumerate() {
                     let code = tile::code(tile, uniform.bits(), group, row % ROWS, col);
-                    dot += i64::from(code) * i64::from(x);
+                    let factor = table.map_or(i64::from(code), |t| i64::from(t.levels()[usize::from(code)]));
+                    dot += factor * i64::from(x);
                     sum += i64::from(x);
                 }
                 let (scale, minimum) = uniform.scale(tile, row % ROWS);
                 acc = match uniform.zero() {
+                    _ if table.is_some() => (dot as f32).mul_add(scale * sx, acc),
                     Zero::Symmetric => ((2 * dot - m * sum) as f32).mul_add(scale * (sx / m as f32), acc),
                     Zero::Affine => {
                         let acc = (dot as f32).mul_add(scale * sx, acc);
@@ -89,13 +118,13 @@ fn whole(kernels: Kernels, matrix: &Matrix<'_>, x: Quantised<'_>) -> Vec<f32> {
     out
 }
 
-fn check(uniform: Uniform, rows: usize, cols: usize, tokens: usize, seed: u64) {
+fn check(encoding: Encoding, rows: usize, cols: usize, tokens: usize, seed: u64) {
     let mut random = Random(seed);
-    let bytes = tensor(uniform, rows, cols, &mut random);
-    let matrix = Matrix::new(&bytes, rows, cols, Encoding::Uniform(uniform));
+    let bytes = tensor(encoding, rows, cols, &mut random);
+    let matrix = Matrix::new(&bytes, rows, cols, encoding);
     let x: Vec<f32> = (0..tokens * cols).map(|_| random.unit()).collect();
     let mut a = Activations::with_capacity(tokens, cols);
-    a.quantise(Kernels::detect(), &x, tokens, cols, uniform.group());
+    a.quantise(Kernels::detect(), &x, tokens, cols, tiles(encoding).group());
     let expected = bits(&reference(&matrix, a.view()));
     for kernels in Kernels::available() {
         assert_eq!(bits(&whole(kernels, &matrix, a.view())), expected, "{kernels:?} {matrix:?} T={tokens}");
@@ -104,9 +133,9 @@ fn check(uniform: Uniform, rows: usize, cols: usize, tokens: usize, seed: u64) {
 
 #[test]
 fn every_set_gives_the_definition_for_every_encoding() {
-    for (i, uniform) in all_uniform().enumerate() {
+    for (i, encoding) in all_coded().enumerate() {
         for (rows, cols, tokens) in [(32, 128, 1), (37, 150, 3), (64, 20, 8), (1, 300, 17)] {
-            check(uniform, rows, cols, tokens, i as u64);
+            check(encoding, rows, cols, tokens, i as u64);
         }
     }
 }
@@ -115,27 +144,32 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(96))]
     #[test]
     fn every_set_gives_the_definition_for_random_shapes(
-        which in 0usize..48,
+        which in 0usize..80,
         rows in 1usize..100,
         cols in 1usize..400,
         tokens in 1usize..20,
         seed in any::<u64>(),
     ) {
-        let uniform = all_uniform().nth(which).expect("48 encodings");
-        check(uniform, rows, cols, tokens, seed);
+        let encoding = all_coded().nth(which).expect("48 uniform encodings, 32 tables");
+        check(encoding, rows, cols, tokens, seed);
     }
 }
 
 #[test]
 fn the_largest_codes_and_activations_do_not_saturate() {
-    for uniform in all_uniform() {
+    let extremes = (2..=4).flat_map(|bits| {
+        let levels: Vec<i8> = (0..1 << bits).map(|code| if code % 2 == 0 { -127 } else { 127 }).collect();
+        [16, 32, 64, 128].into_iter().filter_map(move |group| Table::new(bits, group, &levels))
+    });
+    for encoding in all_coded().chain(extremes.map(Encoding::Table)) {
+        let uniform = tiles(encoding);
         let (rows, cols, tokens) = (32, 2 * uniform.group(), 15);
         let codes = vec![uniform.max_code(); uniform.group()];
-        let mut bytes = vec![0u8; Encoding::Uniform(uniform).tensor_bytes(rows, cols).expect("small")];
+        let mut bytes = vec![0u8; encoding.tensor_bytes(rows, cols).expect("small")];
         for tile in bytes.chunks_exact_mut(uniform.tile_bytes()) {
             (0..ROWS).for_each(|r| uniform.write_row(tile, r, &codes, f32_to_f16(1.0), f32_to_f16(-0.5)));
         }
-        let matrix = Matrix::new(&bytes, rows, cols, Encoding::Uniform(uniform));
+        let matrix = Matrix::new(&bytes, rows, cols, encoding);
         for sign in [1.0, -1.0] {
             let mut a = Activations::with_capacity(tokens, cols);
             a.quantise(Kernels::detect(), &vec![sign; tokens * cols], tokens, cols, uniform.group());
@@ -145,7 +179,7 @@ fn the_largest_codes_and_activations_do_not_saturate() {
             assert!(a.view().cell(0, 0).0.iter().all(|&c| f32::from(c) == 127.0 * sign));
             let expected = bits(&reference(&matrix, a.view()));
             for kernels in Kernels::available() {
-                assert_eq!(bits(&whole(kernels, &matrix, a.view())), expected, "{kernels:?} {uniform:?}");
+                assert_eq!(bits(&whole(kernels, &matrix, a.view())), expected, "{kernels:?} {encoding}");
             }
         }
     }
@@ -155,15 +189,18 @@ fn the_largest_codes_and_activations_do_not_saturate() {
 fn many_tokens_give_the_bits_of_one_and_ranges_those_of_the_whole() {
     let mut random = Random(5);
     // Wide enough that several blocks of tokens take rows in more than one run.
-    for (uniform, rows, cols) in [
-        (Uniform::new(4, 64, Zero::Symmetric), 150, 4096),
-        (Uniform::new(8, 32, Zero::Affine), 300, 1000),
-        (Uniform::new(3, 128, Zero::Symmetric), 96, 256),
+    let uniform = |bits, group, zero| Encoding::Uniform(Uniform::new(bits, group, zero).expect("valid"));
+    for (encoding, rows, cols) in [
+        (uniform(4, 64, Zero::Symmetric), 150, 4096),
+        (uniform(8, 32, Zero::Affine), 300, 1000),
+        (uniform(3, 128, Zero::Symmetric), 96, 256),
+        (Encoding::Table(Table::IQ4_NL), 150, 4096),
+        (Encoding::Table(Table::MXFP4), 96, 288),
     ] {
-        let uniform = uniform.expect("valid");
+        let uniform = tiles(encoding);
         let tokens = 23;
-        let bytes = tensor(uniform, rows, cols, &mut random);
-        let matrix = Matrix::new(&bytes, rows, cols, Encoding::Uniform(uniform));
+        let bytes = tensor(encoding, rows, cols, &mut random);
+        let matrix = Matrix::new(&bytes, rows, cols, encoding);
         let x: Vec<f32> = (0..tokens * cols).map(|_| random.unit()).collect();
         let mut all = Activations::with_capacity(tokens, cols);
         all.quantise(Kernels::detect(), &x, tokens, cols, uniform.group());
@@ -187,11 +224,11 @@ fn many_tokens_give_the_bits_of_one_and_ranges_those_of_the_whole() {
 
 #[test]
 fn close_to_the_product_of_the_decoded_weights() {
-    for uniform in all_uniform() {
+    for encoding in all_coded() {
+        let uniform = tiles(encoding);
         let (rows, cols) = (40, 200);
-        let encoding = Encoding::Uniform(uniform);
         let mut random = Random(9);
-        let bytes = tensor(uniform, rows, cols, &mut random);
+        let bytes = tensor(encoding, rows, cols, &mut random);
         let matrix = Matrix::new(&bytes, rows, cols, encoding);
         let x: Vec<f32> = (0..cols).map(|_| random.unit()).collect();
         let mut a = Activations::with_capacity(1, cols);
@@ -211,7 +248,7 @@ fn close_to_the_product_of_the_decoded_weights() {
 #[test]
 fn decoded_rows_are_those_of_the_format() {
     let mut random = Random(11);
-    for encoding in all_uniform().map(Encoding::Uniform).chain([Encoding::F16]) {
+    for encoding in all_coded().chain([Encoding::F16]) {
         for (rows, cols) in [(70, 150), (33, 128), (5, 3)] {
             let mut bytes = vec![0; encoding.tensor_bytes(rows, cols).expect("small")];
             let weights: Vec<f32> = (0..rows * cols).map(|_| random.unit()).collect();

@@ -1,21 +1,16 @@
 //! The block types of ggml (llama.cpp): bytes to codes with scale and minimum.
 //!
-//! Each formula is ggml's own, brought to `code * scale + minimum`. That loses nothing: the products are exact
-//! in `f32` (11 bits of an f16, at most 7 of a scale's factor and 6 of a code), so that there is one rounding
-//! there and here, that of the sum.
+//! Each formula is ggml's own, brought to `code * scale + minimum`, or for tables to `level[code] * scale`. That loses
+//! nothing: the products are exact in `f32` (11 bits of an f16, at most 7 of a scale's factor or a level and 6 of a
+//! code), so that there is one rounding there and here, that of the sum.
 
-use smoe_format::Uniform;
 use smoe_format::half::f16_to_f32;
+use smoe_format::{Encoding, Table};
 
 use super::affine;
 
 /// Weights of a block of the K types.
 const SUPER: usize = 256;
-
-/// Levels of IQ4_NL.
-const NL: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
-/// Twice the values of a 4-bit float with two bits of exponent.
-const E2M1: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
 
 /// A type of blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -101,16 +96,22 @@ impl Kind {
         cols / weights * bytes
     }
 
-    /// The codes that hold its levels. A table's levels are integers themselves: those of MXFP4 need 25 steps,
-    /// those of IQ4_NL 241. An encoding with a table would take 4 bits for both.
-    pub fn uniform(self) -> Uniform {
+    /// The codes that it is.
+    pub fn encoding(self) -> Encoding {
         let (bits, group) = match self {
             Self::Q4_0 | Self::Q4_1 | Self::Q4_K => (4, 32),
-            Self::Q5_0 | Self::Q5_1 | Self::Q5_K | Self::Mxfp4 => (5, 32),
-            Self::Q8_0 | Self::Iq4Nl => (8, 32),
+            Self::Q5_0 | Self::Q5_1 | Self::Q5_K => (5, 32),
+            Self::Q8_0 => (8, 32),
             Self::Q6_K => (6, 16),
+            Self::Iq4Nl => return Encoding::Table(Table::IQ4_NL),
+            Self::Mxfp4 => return Encoding::Table(Table::MXFP4),
         };
-        affine(bits, group).expect("bits and groups of the format")
+        affine(bits, group).map(Encoding::Uniform).expect("bits and groups of the format")
+    }
+
+    /// Columns that share a scale.
+    const fn group(self) -> usize {
+        if matches!(self, Self::Q6_K) { 16 } else { 32 }
     }
 
     /// True if scales are themselves coded, so that they are products with more bits than an f16 has.
@@ -121,7 +122,7 @@ impl Kind {
     /// Unpacks whole blocks; `codes` and `levels` are as long as they need.
     pub fn unpack(self, bytes: &[u8], codes: &mut [u8], levels: &mut [[f32; 2]]) {
         let (weights, len) = self.block();
-        let groups = weights / self.uniform().group();
+        let groups = weights / self.group();
         let blocks = bytes.chunks_exact(len);
         let out = codes.chunks_exact_mut(weights).zip(levels.chunks_exact_mut(groups));
         for (block, (codes, levels)) in blocks.zip(out) {
@@ -187,30 +188,19 @@ impl Kind {
             }
             Self::Iq4Nl => {
                 nibbles(&b[2..], codes);
-                for code in codes {
-                    *code = (i16::from(NL[usize::from(*code)]) + 128) as u8;
-                }
-                levels[0] = [half(0), -128.0 * half(0)];
+                levels[0] = [half(0), 0.0];
             }
             Self::Mxfp4 => {
                 nibbles(&b[1..], codes);
-                codes.iter_mut().for_each(|code| *code = e2m1_code(*code));
-                levels[0] = e8m0_levels(b[0]);
+                levels[0] = [e8m0_half(b[0]), 0.0];
             }
         }
     }
 }
 
-/// The code of a 4-bit float: its doubled value, counted from the least.
-pub(crate) fn e2m1_code(nibble: u8) -> u8 {
-    (E2M1[usize::from(nibble & 15)] + 12) as u8
-}
-
-/// Scale and minimum of such codes under the power of two with exponent byte `e`, which counts from 127.
-pub(crate) fn e8m0_levels(e: u8) -> [f32; 2] {
-    // Half of 2^(e - 127), for the values are doubled.
-    let scale = f32::from_bits(if e < 2 { 0x0020_0000 << e } else { (u32::from(e) - 1) << 23 });
-    [scale, -12.0 * scale]
+/// Half of 2^(e - 127): the scale of a block with exponent byte `e`, for the levels of MXFP4 are doubled.
+pub(crate) fn e8m0_half(e: u8) -> f32 {
+    f32::from_bits(if e < 2 { 0x0020_0000 << e } else { (u32::from(e) - 1) << 23 })
 }
 
 /// Sixteen bytes: the low nibbles, then the high ones.
@@ -241,8 +231,7 @@ fn k_scale(bytes: &[u8], i: usize) -> (f32, f32) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::source::{Codes, Kept};
-    use smoe_format::Encoding;
+    use crate::source::{Codes, Kept, evened};
 
     /// What the `gguf` package reads out of random blocks (`tests/goldens/ggml.py`).
     const GOLDEN: &[u8] = include_bytes!("../../tests/goldens/ggml.bin");
@@ -267,30 +256,73 @@ mod tests {
             let kind =
                 Kind::ALL.into_iter().find(|kind| kind.number() as usize == number).expect("a known type");
             assert_eq!(kind.row_bytes(n), n_bytes);
-            let uniform = kind.uniform();
-            let mut codes = Codes { codes: vec![0; n], levels: vec![[0.0; 2]; uniform.groups(n)] };
+            let encoding = kind.encoding();
+            let groups = encoding.tiles().expect("codes").groups(n);
+            assert_eq!(groups * kind.group(), n);
+            let mut codes = Codes { codes: vec![0; n], levels: vec![[0.0; 2]; groups] };
             kind.unpack(blocks, &mut codes.codes, &mut codes.levels);
             let mut found = vec![0.0; n];
-            codes.weights(uniform.group(), n, &mut found);
+            codes.weights(encoding, n, &mut found);
             // Equal numbers: only the sign of a zero may differ.
             assert_eq!(found, wanted, "{}", kind.name());
 
-            let encoding = Encoding::Uniform(uniform);
-            let mut tiles = vec![0; encoding.tensor_bytes(1, n).expect("small")];
-            let kept = codes.tiles(uniform, n, &mut tiles);
-            encoding.decode_row(&tiles, n, 0, &mut found);
-            // The first two powers of MXFP4's golden are far below f16.
-            if kind.is_super_block() || kind == Kind::Mxfp4 {
-                assert_eq!(kept, Kept::Rounded, "{}", kind.name());
-                let power: f32 = wanted.iter().map(|w| w * w).sum();
-                let error: f32 = wanted.iter().zip(&found).map(|(w, f)| (w - f) * (w - f)).sum();
-                assert!(error < 1e-6 * power, "{}: {error} of {power}", kind.name());
-            } else {
-                assert_eq!(kept, Kept::Exactly, "{}", kind.name());
-                assert_eq!(found, wanted, "{}", kind.name());
+            // As they are, and levels of a table as steps.
+            let even = match encoding {
+                Encoding::Table(table) => Some(Encoding::Uniform(evened(table).0)),
+                _ => None,
+            };
+            for to in [Some(encoding), even].into_iter().flatten() {
+                let mut tiles = vec![0; to.tensor_bytes(1, n).expect("small")];
+                let kept = codes.tiles(encoding, to, n, &mut tiles);
+                to.decode_row(&tiles, n, 0, &mut found);
+                // The first two powers of MXFP4's golden are far below f16.
+                if kind.is_super_block() || kind == Kind::Mxfp4 {
+                    assert_eq!(kept, Kept::Rounded, "{} {to}", kind.name());
+                    let power: f32 = wanted.iter().map(|w| w * w).sum();
+                    let error: f32 = wanted.iter().zip(&found).map(|(w, f)| (w - f) * (w - f)).sum();
+                    assert!(error < 1e-6 * power, "{} {to}: {error} of {power}", kind.name());
+                } else {
+                    assert_eq!(kept, Kept::Exactly, "{} {to}", kind.name());
+                    assert_eq!(found, wanted, "{} {to}", kind.name());
+                }
             }
             seen += 1;
         }
         assert_eq!(seen, Kind::ALL.len());
+    }
+
+    /// A power of two is a scale if it is an f16, the subnormal ones included; where all weights are zero any is.
+    #[test]
+    fn powers_of_mxfp4_are_kept_where_f16_has_them() {
+        let table = Encoding::Table(Table::MXFP4);
+        let steps = Encoding::Uniform(evened(Table::MXFP4).0);
+        // 2^-24 is the least f16, 2^15 its largest power; minima are 16 times the scale.
+        let cases = [
+            (0, 1, Kept::Rounded, Kept::Rounded),
+            (0, 0, Kept::Exactly, Kept::Exactly),
+            (255, 8, Kept::Exactly, Kept::Exactly),
+            (103, 1, Kept::Rounded, Kept::Rounded),
+            (104, 1, Kept::Exactly, Kept::Exactly),
+            (139, 15, Kept::Exactly, Kept::Exactly),
+            (143, 15, Kept::Exactly, Kept::Beyond(-524_288.0)),
+            (144, 15, Kept::Beyond(65_536.0), Kept::Beyond(65_536.0)),
+        ];
+        for (e, code, in_table, in_steps) in cases {
+            let mut block = [code << 4 | code; 17];
+            block[0] = e;
+            let mut codes = Codes { codes: vec![0; 32], levels: vec![[0.0; 2]] };
+            Kind::Mxfp4.unpack(&block, &mut codes.codes, &mut codes.levels);
+            let mut wanted = [0.0; 32];
+            codes.weights(table, 32, &mut wanted);
+            for (to, expected) in [(table, in_table), (steps, in_steps)] {
+                let mut tiles = vec![0; to.tensor_bytes(1, 32).expect("small")];
+                assert_eq!(codes.tiles(table, to, 32, &mut tiles), expected, "{e} {to}");
+                if expected == Kept::Exactly {
+                    let mut found = [1.0; 32];
+                    to.decode_row(&tiles, 32, 0, &mut found);
+                    assert_eq!(found, wanted, "{e} {to}");
+                }
+            }
+        }
     }
 }

@@ -425,12 +425,11 @@ pub(crate) fn mxfp4(
 ) -> Result<(), SculptError> {
     files.rows(blocks, source.cols / 2, source.order, rows.clone(), raw)?;
     for (pair, &byte) in out.codes.chunks_exact_mut(2).zip(raw.iter()) {
-        pair[0] = ggml::e2m1_code(byte);
-        pair[1] = ggml::e2m1_code(byte >> 4);
+        (pair[0], pair[1]) = (byte & 15, byte >> 4);
     }
     files.rows(scales, source.cols / 32, source.order, rows, raw)?;
     for (level, &e) in out.levels.iter_mut().zip(raw.iter()) {
-        *level = ggml::e8m0_levels(e);
+        *level = [ggml::e8m0_half(e), 0.0];
     }
     Ok(())
 }

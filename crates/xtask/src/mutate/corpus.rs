@@ -9,6 +9,7 @@ use smoe_engine::Vault;
 use smoe_format::{ExpertFile, file_name};
 use smoe_sculpt::{Settings, sculpt, verify};
 use smoe_testkit::tiny::CheckpointOptions;
+use smoe_testkit::vault::encoding;
 use smoe_testkit::{TinyModel, shared_path};
 
 use super::trial::compute;
@@ -74,15 +75,12 @@ pub fn corpus(root: &Path) -> Result<Vec<Base>> {
         (TinyModel::deepseek(2), ["q2/32"; 3], "q4/32"),
         (TinyModel::qwen3_tied(3), ["q8/128", "q5/64", "q3/16"], "bf16"),
         (TinyModel::qwen3(4), ["bf16", "f32", "f16"], "f32"),
+        (TinyModel::qwen3(6), ["mxfp4/32", "t3/64", "iq4_nl/128"], "q5a/32"),
     ] {
         let name = format!("{}-{}", model.spec.model_type, model.seed);
         let directory = root.join(&name);
         fs::create_dir(&directory)?;
-        let mut encodings = Vec::new();
-        for label in experts {
-            encodings.push(label.parse()?);
-        }
-        model.write_vault(&directory, [encodings[0], encodings[1], encodings[2]], backbone.parse()?);
+        model.write_vault(&directory, experts.map(encoding), backbone.parse()?);
         bases.push(Base::open(&name, directory.clone(), directory)?);
     }
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use smoe_format::expert_file::{LayerTable, TensorEntry};
-use smoe_format::{Encoding, FfnKind, ModelSpec};
+use smoe_format::{Encoding, FfnKind, ModelSpec, Uniform};
 use smoe_gpu::{
     Angles, Attention, AttentionHeads, AttentionOutputs, AttentionScratch, CodedMatmul, Columns, Delta, Down,
     Embed, ExactMatmul, ExpertInput, ExpertLayout, FloatMatmul, GateUp, Gpu, GpuError, Hidden, KvFormat,
@@ -303,16 +303,16 @@ impl<'a> Builder<'a> {
         for part in &matrix.parts {
             let weights = DeviceWeights::new(part.bytes.clone(), part.rows, matrix.cols, matrix.encoding);
             let columns = Columns { plane: out.clone(), stride, offset: offset + part.first_row };
-            products.push(match matrix.encoding {
-                Encoding::Uniform(_) if self.exact => {
+            products.push(match matrix.encoding.tiles() {
+                Some(_) if self.exact => {
                     Product::Exact(ExactMatmul::new(self.gpu, &weights, &input.float, tokens, &columns)?)
                 }
-                Encoding::Uniform(uniform) => {
-                    let x = input.coded.iter().find(|x| x.suits(uniform, matrix.cols));
+                Some(tiles) => {
+                    let x = input.coded.iter().find(|x| x.suits(tiles, matrix.cols));
                     let x = x.expect("every group size of the weights has its plane");
                     Product::Coded(CodedMatmul::new(self.gpu, &weights, x, &columns)?)
                 }
-                _ => Product::Float(FloatMatmul::new(self.gpu, &weights, &input.float, tokens, &columns)?),
+                None => Product::Float(FloatMatmul::new(self.gpu, &weights, &input.float, tokens, &columns)?),
             });
         }
         Ok(())
@@ -372,7 +372,7 @@ impl<'a> Builder<'a> {
         )?;
         let sinks = weights.sinks.as_ref().map(|sinks| self.up.vector(sinks)).transpose()?;
         let mixed = Input { float: self.planes.mixed.float.clone(), coded: self.planes.mixed.coded.clone() };
-        let wanted = host.matrix(&weights.o).uniform().filter(|_| !self.exact);
+        let wanted = host.matrix(&weights.o).tiles().filter(|_| !self.exact);
         let coded = wanted.and_then(|u| mixed.coded.iter().find(|plane| plane.suits(u, heads)));
         let attention = Attention::new(
             self.gpu,
@@ -460,10 +460,7 @@ impl<'a> Builder<'a> {
         layout: &ExpertLayout,
         pairs: usize,
     ) -> Result<Hidden, GpuError> {
-        let group = match table.tensors[2].encoding {
-            Encoding::Uniform(uniform) => uniform.group(),
-            _ => 0,
-        };
+        let group = table.tensors[2].encoding.tiles().map_or(0, Uniform::group);
         let key = [layout.d_expert(), group, pairs];
         if let Some((_, hidden)) = self.hidden.iter().find(|(other, _)| *other == key) {
             return Ok(hidden.clone());

@@ -2,7 +2,7 @@
 
 use smoe_format::expert_file::LayerTable;
 use smoe_format::spec::Activation;
-use smoe_format::{Encoding, FfnKind, ModelSpec};
+use smoe_format::{FfnKind, ModelSpec};
 use smoe_gpu::DeviceFacts;
 use smoe_kernels::KvType;
 
@@ -98,8 +98,6 @@ pub(crate) fn unsupported(spec: &ModelSpec, exact: bool, tables: &[LayerTable]) 
         Some("experts with biases or another activation than SwiGLU")
     } else if spec.moe.n_experts > 1024 || spec.moe.top_k > 32 {
         Some("so many experts")
-    } else if tables.iter().flat_map(|t| &t.tensors).any(|t| matches!(t.encoding, Encoding::Table(_))) {
-        Some("experts of level tables")
     } else if exact && tables.iter().flat_map(|t| &t.tensors).any(|t| !t.encoding.is_float()) {
         Some("exact products of coded experts")
     } else {

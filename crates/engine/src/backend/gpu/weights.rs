@@ -59,10 +59,9 @@ impl<'a> Uploader<'a> {
         } else {
             let mut above = 0;
             for matrix in matrices {
-                let (run, run_bytes) = match encoding {
-                    Encoding::Uniform(uniform) => (ROWS, uniform.block_bytes(cols)),
-                    float => (1, float.tensor_bytes(1, cols).unwrap_or(usize::MAX)),
-                };
+                // Rows of a block lie together.
+                let run = if encoding.is_float() { 1 } else { ROWS };
+                let run_bytes = encoding.tensor_bytes(run, cols).unwrap_or(usize::MAX);
                 let runs = (most as usize / run_bytes.max(1)).max(1);
                 let step = runs * run_bytes;
                 for (i, piece) in matrix.bytes().chunks(step).enumerate() {
