@@ -380,6 +380,9 @@ pub struct SculptHow {
     /// Everything else: bf16 (as it was), q8, q6, q5 or q4 [default: q8; of a quantised checkpoint, its own codes]
     #[arg(long, value_name = "BITS")]
     pub backbone: Option<smoe_sculpt::BackboneBits>,
+    /// How scales are found: searched (least error) or absmax (the largest weight's, as the original does)
+    #[arg(long, value_name = "RECIPE", default_value = "searched")]
+    pub recipe: smoe_sculpt::Recipe,
     /// Keep every weight as it is, to the bit, or make no vault
     #[arg(long)]
     pub lossless: bool,

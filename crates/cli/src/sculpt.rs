@@ -27,6 +27,7 @@ impl SculptHow {
             entropy: self.entropy,
             bpw,
             backbone: self.backbone.unwrap_or(usual.1),
+            recipe: self.recipe,
             // Who names bits wants those, not the codes that a checkpoint has. Its own numbers are its codes.
             keep_experts: self.bits.is_none_or(|bits| bits == 16) && bpw.is_none(),
             keep_backbone: self.backbone.is_none_or(|bits| bits == BackboneBits::Bf16),

@@ -3,7 +3,7 @@
 use serde_json::json;
 use smoe_engine::plan::Bytes;
 use smoe_sculpt::synth::RoutingStats;
-use smoe_sculpt::{Outcome, Settings, Shape, SynthOptions, Synthesis};
+use smoe_sculpt::{Outcome, Recipe, Settings, Shape, SynthOptions, Synthesis};
 
 use crate::args::SynthArgs;
 use crate::failure::Failure;
@@ -26,6 +26,8 @@ pub fn synth(args: &SynthArgs) -> Result<(), Failure> {
             bits: args.bits,
             group: args.group,
             backbone: args.backbone,
+            // Random weights have nothing to lose.
+            recipe: Recipe::Absmax,
             force: args.force,
             ..Settings::default()
         },

@@ -19,7 +19,9 @@ use smoe_store::{
 
 use crate::EngineError;
 use crate::backend::cpu::{self, CALL_EXPERTS, CpuBackend};
-use crate::backend::{Advanced, Backend, Chosen, DeviceChoice, DeviceTier, HEAD_ROWS, KernelTimes, Row};
+use crate::backend::{
+    Advanced, Backend, Chosen, DeviceChoice, DeviceTier, HEAD_ROWS, KernelTimes, Row, SharedObserver,
+};
 use crate::ceiling::{self, MemoryCeiling};
 use crate::device::DevicePlan;
 use crate::forecast::{Forecast, Touched, forecast};
@@ -1030,6 +1032,14 @@ impl Engine {
         self.check_tokens(tokens)?;
         let mut session = self.open_session()?;
         self.observe_in(&mut session, tokens, observer)
+    }
+
+    /// Shows `observer` every routed expert of every step from now on; `None` ends it.
+    ///
+    /// # Errors
+    /// If what computes is no CPU.
+    pub fn watch_experts(&mut self, observer: Option<SharedObserver>) -> Result<(), EngineError> {
+        self.backend.watch_experts(observer)
     }
 
     fn observe_in(

@@ -126,15 +126,15 @@ impl Uniform {
     /// Symmetric codes follow the original's rule, each step in `f32`:
     /// `round_half_even(w / absmax * Z + Z)`, clamped, with the *unrounded* absmax; checked against the
     /// original's own file. Affine codes span minimum to maximum, rounded against the stored f16 values.
+    #[inline(always)]
     pub fn encode_group(self, weights: &[f32], codes: &mut [u8]) -> (u16, u16) {
         let max_code = f32::from(self.max_code());
         match self.zero {
             Zero::Symmetric => {
-                let absmax = weights.iter().fold(0.0f32, |m, w| m.max(w.abs()));
-                let z = max_code / 2.0;
+                let absmax = largest_magnitude(weights);
+                let (z, divisor) = (max_code / 2.0, if absmax > 0.0 { absmax } else { 1.0 });
                 for (code, &w) in codes.iter_mut().zip(weights) {
-                    let unit = if absmax > 0.0 { w / absmax } else { 0.0 };
-                    *code = (unit * z + z).round_ties_even().clamp(0.0, max_code) as u8;
+                    *code = nearest_code(w / divisor * z + z, max_code);
                 }
                 (f32_to_f16(absmax), 0)
             }
@@ -146,7 +146,7 @@ impl Uniform {
                 let (base, step) = (f16_to_f32(minimum), f16_to_f32(scale));
                 for (code, &w) in codes.iter_mut().zip(weights) {
                     let steps = if step > 0.0 { (w - base) / step } else { 0.0 };
-                    *code = steps.round_ties_even().clamp(0.0, max_code) as u8;
+                    *code = nearest_code(steps, max_code);
                 }
                 (scale, minimum)
             }
@@ -160,21 +160,29 @@ impl Uniform {
     ///
     /// # Panics
     /// If a length does not match.
+    #[inline(always)]
     pub fn encode_block(self, weights: &[f32], cols: usize, out: &mut [u8]) {
         encode_tiles(self, weights, cols, out, |weights, codes| self.encode_group(weights, codes));
     }
 
-    /// Writes the codes, scale and minimum of one row of a zeroed tile.
-    pub fn write_row(self, tile: &mut [u8], row: usize, codes: &[u8], scale: u16, minimum: u16) {
-        let (planes, scales) = tile.split_at_mut(self.code_bytes());
-        for (col, &code) in codes.iter().enumerate() {
-            tile::set_code(planes, self.bits, self.group(), row, col, code);
-        }
+    /// Writes the scale and the minimum of a row of a tile.
+    #[inline]
+    pub fn write_levels(self, tile: &mut [u8], row: usize, scale: u16, minimum: u16) {
+        let scales = &mut tile[self.code_bytes()..];
         scales[2 * row..2 * row + 2].copy_from_slice(&scale.to_le_bytes());
         if self.zero == Zero::Affine {
             let at = SCALE_BYTES + 2 * row;
             scales[at..at + 2].copy_from_slice(&minimum.to_le_bytes());
         }
+    }
+
+    /// Writes the codes, scale and minimum of one row of a zeroed tile.
+    pub fn write_row(self, tile: &mut [u8], row: usize, codes: &[u8], scale: u16, minimum: u16) {
+        let planes = &mut tile[..self.code_bytes()];
+        for (col, &code) in codes.iter().enumerate() {
+            tile::set_code(planes, self.bits, self.group(), row, col, code);
+        }
+        self.write_levels(tile, row, scale, minimum);
     }
 
     /// The scale and the minimum (0 if symmetric) of a row of a tile.
@@ -202,6 +210,7 @@ impl Uniform {
 ///
 /// # Panics
 /// If a length does not match.
+#[inline(always)]
 pub(crate) fn encode_tiles(
     tiles: Uniform,
     weights: &[f32],
@@ -214,15 +223,19 @@ pub(crate) fn encode_tiles(
     assert_eq!(out.len(), tiles.block_bytes(cols));
     out.fill(0);
     let group = tiles.group();
-    let mut codes = [0u8; 128];
+    let mut codes = [0u8; ROWS * 128];
+    let codes = &mut codes[..ROWS * group];
     for (g, tile) in out.chunks_exact_mut(tiles.tile_bytes()).enumerate() {
         let width = group.min(cols - g * group);
-        for row in 0..rows {
-            let start = row * cols + g * group;
-            let codes = &mut codes[..width];
-            let (scale, minimum) = encode_group(&weights[start..start + width], codes);
-            tiles.write_row(tile, row, codes, scale, minimum);
+        if width < group {
+            codes.fill(0);
         }
+        for (row, codes) in codes.chunks_exact_mut(group).take(rows).enumerate() {
+            let start = row * cols + g * group;
+            let (scale, minimum) = encode_group(&weights[start..start + width], &mut codes[..width]);
+            tiles.write_levels(tile, row, scale, minimum);
+        }
+        tile::pack(codes, tiles.bits, group, &mut tile[..tiles.code_bytes()]);
     }
 }
 
@@ -322,6 +335,31 @@ impl Encoding {
     pub const fn is_float(self) -> bool {
         matches!(self, Self::F32 | Self::F16 | Self::Bf16)
     }
+}
+
+/// The largest magnitude of some weights, over sixteen lanes.
+#[inline(always)]
+fn largest_magnitude(weights: &[f32]) -> f32 {
+    let larger = |a: f32, w: f32| if w.abs() > a { w.abs() } else { a };
+    let (whole, rest) = weights.as_chunks::<16>();
+    let mut lanes = [0.0f32; 16];
+    for chunk in whole {
+        for (lane, &w) in lanes.iter_mut().zip(chunk) {
+            *lane = larger(*lane, w);
+        }
+    }
+    rest.iter().chain(&lanes).fold(0.0, |a, &w| larger(a, w))
+}
+
+/// The code nearest to `position`, ties to even. Adding and taking away 1.5 * 2^23 rounds what is below 2^22 as
+/// `round_ties_even` does, on machines without an instruction for it too.
+#[inline(always)]
+fn nearest_code(position: f32, max_code: f32) -> u8 {
+    const UNITS: f32 = 12_582_912.0;
+    let position = if position > 0.0 { position } else { 0.0 };
+    let position = if position < max_code { position } else { max_code };
+    // Below 2^23 the lowest bits of the sum are the integer.
+    (position + UNITS).to_bits() as u8
 }
 
 fn encode_halves(weights: &[f32], out: &mut [u8], narrow: impl Fn(f32) -> u16) {

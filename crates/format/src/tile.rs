@@ -86,6 +86,55 @@ pub fn set_code(codes: &mut [u8], bits: u8, group: usize, row: usize, col: usize
     }
 }
 
+/// Writes the planes of a whole tile at once: `codes` is `[32, group]` row-major, `planes` as long as the planes and
+/// overwritten. Four codes, which lie side by side in both, are moved as one word.
+///
+/// # Panics
+/// If a length does not match.
+#[inline]
+pub fn pack(codes: &[u8], bits: u8, group: usize, planes: &mut [u8]) {
+    assert_eq!(codes.len(), ROWS * group, "codes of a tile");
+    let [low, high] = plane_widths(bits);
+    let (first, second) = planes.split_at_mut(plane_bytes(low, group));
+    assert_eq!(second.len(), plane_bytes(high, group), "planes of a tile");
+    match low {
+        2 => pack_plane::<2>(codes, group, 0, first),
+        4 => pack_plane::<4>(codes, group, 0, first),
+        _ => {
+            let units = group / 4;
+            for (i, out) in first.as_chunks_mut::<4>().0.iter_mut().enumerate() {
+                *out = codes.as_chunks::<4>().0[i % ROWS * units + i / ROWS];
+            }
+        }
+    }
+    match high {
+        1 => pack_plane::<1>(codes, group, u32::from(low), second),
+        2 => pack_plane::<2>(codes, group, u32::from(low), second),
+        _ => {}
+    }
+}
+
+/// Writes the plane of `W` bits from bit `from` of every code on.
+#[inline]
+fn pack_plane<const W: usize>(codes: &[u8], group: usize, from: u32, plane: &mut [u8]) {
+    let units = group / 4;
+    let words = codes.as_chunks::<4>().0;
+    let out = plane.as_chunks_mut::<4>().0;
+    // A word has four codes in its bytes, in the order of memory on any machine: bits move within bytes only.
+    let mask = u32::from_ne_bytes([low_mask(W as u8); 4]);
+    let lines = units * W / 4;
+    for (line, out) in out.chunks_exact_mut(16).enumerate() {
+        for (row, out) in out.iter_mut().enumerate() {
+            let mut packed = 0;
+            for field in 0..8 / W {
+                let at = (16 * (field % 2) + row) * units + line + lines * (field / 2);
+                packed |= ((u32::from_ne_bytes(words[at]) >> from) & mask) << (field * W);
+            }
+            *out = packed.to_ne_bytes();
+        }
+    }
+}
+
 const fn low_mask(width: u8) -> u8 {
     (0xff_u16 >> (8 - width)) as u8
 }
@@ -135,6 +184,10 @@ mod tests {
                         assert_eq!(code(&codes, bits, group, row, col), value(row, col));
                     }
                 }
+                let rows: Vec<u8> = (0..ROWS * group).map(|i| value(i / group, i % group)).collect();
+                let mut packed = vec![0xaa; codes.len()];
+                pack(&rows, bits, group, &mut packed);
+                assert_eq!(packed, codes, "{bits} {group}");
             }
         }
     }

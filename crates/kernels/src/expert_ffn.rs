@@ -80,6 +80,16 @@ impl ExpertScratch {
         scratch
     }
 
+    /// What the last call's activation made of every pair, `[pairs, d_ff]`, in the order of its outputs and before any
+    /// quantising: the inputs of down.
+    ///
+    /// # Panics
+    /// If no call had as many.
+    #[must_use]
+    pub fn activated(&self, pairs: usize, d_ff: usize) -> &[f32] {
+        &self.gate[..pairs * d_ff]
+    }
+
     fn reserve(&mut self, pairs: usize, d_model: usize, d_ff: usize, coded: [bool; 2], floats: bool) {
         let grow = |plane: &mut Vec<f32>, len: usize| {
             if plane.len() < len {

@@ -7,19 +7,21 @@ use std::path::Path;
 
 use smoe_format::half::f32_to_f16;
 use smoe_format::{Encoding, RECORD_ALIGN, record_crc_start};
+use smoe_kernels::Kernels;
 
 use crate::checkpoint::Checkpoint;
 use crate::coded;
 use crate::error::SculptError;
 use crate::plan::{Item, Plan, row_offset, runs};
-use crate::settings::Role;
+use crate::quantise;
+use crate::settings::{Recipe, Role, Settings};
 use crate::source::{Codes, Kept, Source};
 
 static ZEROS: [u8; 4096] = [0; 4096];
 
 /// A worker's buffers: a run's bytes, its weights or codes, what becomes of them.
-#[derive(Default)]
 pub(crate) struct Scratch {
+    pub kernels: Kernels,
     pub raw: Vec<u8>,
     pub values: Vec<f32>,
     pub codes: Codes,
@@ -33,6 +35,19 @@ pub(crate) struct RecordScratch {
     tiles: Vec<u8>,
     pub coded: Vec<u8>,
     decoded: Vec<u8>,
+}
+
+impl Default for Scratch {
+    fn default() -> Self {
+        Self {
+            kernels: Kernels::detect(),
+            raw: Vec::new(),
+            values: Vec::new(),
+            codes: Codes::default(),
+            out: Vec::new(),
+            record: RecordScratch::default(),
+        }
+    }
 }
 
 /// What a run of rows lost on its way into the vault.
@@ -51,6 +66,7 @@ pub(crate) fn encode_rows(
     checkpoint: &Checkpoint,
     source: &Source,
     encoding: Encoding,
+    recipe: Recipe,
     rows: Range<usize>,
     scratch: &mut Scratch,
 ) -> Result<Loss, SculptError> {
@@ -76,7 +92,14 @@ pub(crate) fn encode_rows(
         return Ok(Loss::Beyond(w));
     }
     scratch.out.resize(len, 0);
-    encoding.encode(&scratch.values, source.cols, &mut scratch.out);
+    let (values, cols, out) = (&scratch.values, source.cols, &mut scratch.out);
+    match encoding {
+        Encoding::Uniform(uniform) => match recipe.at(uniform.bits()) {
+            Recipe::Searched => quantise::encode_searched(scratch.kernels, uniform, values, cols, out),
+            Recipe::Absmax => quantise::encode_absmax(scratch.kernels, uniform, values, cols, out),
+        },
+        _ => encoding.encode(values, cols, out),
+    }
     // Whatever the source, `f32` holds its weights.
     Ok(if encoding == Encoding::F32 { Loss::None } else { Loss::Some })
 }
@@ -86,12 +109,13 @@ pub(crate) fn encode_expert_rows(
     checkpoint: &Checkpoint,
     source: &Source,
     encoding: Encoding,
+    recipe: Recipe,
     step: Option<f32>,
     rows: Range<usize>,
     scratch: &mut Scratch,
 ) -> Result<Loss, SculptError> {
     let (Some(step), Encoding::Uniform(uniform), true) = (step, encoding, encoding != source.encoding) else {
-        return encode_rows(checkpoint, source, encoding, rows, scratch);
+        return encode_rows(checkpoint, source, encoding, recipe, rows, scratch);
     };
     let len = encoding.tensor_bytes(rows.len(), source.cols).expect("a run is smaller than its tensor");
     checkpoint.read_rows(source, rows, &mut scratch.raw, &mut scratch.values)?;
@@ -108,7 +132,7 @@ pub(crate) fn encode_record(
     checkpoint: &Checkpoint,
     plan: &Plan,
     index: usize,
-    lossless: bool,
+    settings: &Settings,
     scratch: &mut Scratch,
 ) -> Result<(), SculptError> {
     let (key, _) = &plan.sources.experts[index];
@@ -120,7 +144,7 @@ pub(crate) fn encode_record(
         tiles[at..at + bytes.len()].copy_from_slice(bytes);
         Ok(())
     };
-    let result = for_each_run(checkpoint, plan, index, lossless, scratch, put);
+    let result = for_each_run(checkpoint, plan, index, settings, scratch, put);
     scratch.record.tiles = tiles;
     result?;
     let RecordScratch { tiles, coded, decoded } = &mut scratch.record;
@@ -133,7 +157,7 @@ fn for_each_run(
     checkpoint: &Checkpoint,
     plan: &Plan,
     index: usize,
-    lossless: bool,
+    settings: &Settings,
     scratch: &mut Scratch,
     mut put: impl FnMut(usize, &[u8]) -> Result<(), SculptError>,
 ) -> Result<(), SculptError> {
@@ -143,8 +167,16 @@ fn for_each_run(
     for ((entry, source), projection) in table.tensors.iter().zip(tensors).zip(smoe_format::Projection::ALL) {
         for rows in runs(entry.rows, entry.cols) {
             let at = entry.offset + row_offset(entry.encoding, rows.start, entry.cols) as usize;
-            let loss = encode_expert_rows(checkpoint, source, entry.encoding, plan.step, rows, scratch)?;
-            refuse(loss, lossless, source, Role::Expert { layer: key.layer, projection }, || {
+            let loss = encode_expert_rows(
+                checkpoint,
+                source,
+                entry.encoding,
+                settings.recipe,
+                plan.step,
+                rows,
+                scratch,
+            )?;
+            refuse(loss, settings.lossless, source, Role::Expert { layer: key.layer, projection }, || {
                 sources.family.expert(&sources.spec, *key, projection).name
             })?;
             put(at, &scratch.out)?;
@@ -190,15 +222,16 @@ pub(crate) fn write_item(
     plan: &Plan,
     item: Item,
     (file, path): (&File, &Path),
-    lossless: bool,
+    settings: &Settings,
     scratch: &mut Scratch,
 ) -> Result<u32, SculptError> {
     let (offset, len) = plan.place(item);
     let mut writer = Writer { file, path, at: offset, crc: crc_start(plan, item) };
     let sources = &plan.sources;
+    let (recipe, lossless) = (settings.recipe, settings.lossless);
     match item {
         Item::Expert(i) => {
-            for_each_run(checkpoint, plan, i, lossless, scratch, |at, bytes| {
+            for_each_run(checkpoint, plan, i, settings, scratch, |at, bytes| {
                 writer.zeros_to(offset + at as u64)?;
                 writer.put(bytes)
             })?;
@@ -208,7 +241,7 @@ pub(crate) fn write_item(
             let t = &plan.backbone.tensors[tensor];
             let rows = runs(t.rows, t.cols).nth(run).expect("items are made from runs");
             debug_assert_eq!(offset, t.offset + row_offset(t.encoding, rows.start, t.cols));
-            let loss = encode_rows(checkpoint, &t.source, t.encoding, rows, scratch)?;
+            let loss = encode_rows(checkpoint, &t.source, t.encoding, recipe, rows, scratch)?;
             refuse(loss, lossless, &t.source, Role::Backbone(t.tensor), || sources.backbone_name(t.tensor))?;
             writer.put(&scratch.out)?;
         }

@@ -24,7 +24,7 @@ use crate::encode::{Loss, Scratch, encode_expert_rows};
 use crate::error::SculptError;
 use crate::plan::{Sources, kind_name, row_offset, runs};
 use crate::progress::Progress;
-use crate::settings::Settings;
+use crate::settings::{Recipe, Settings};
 use crate::source::Source;
 use crate::vault::{read_backbone, read_head};
 use crate::verify::{original_backbone, original_spec};
@@ -121,7 +121,15 @@ pub fn compare_codes(
         // A weight that cannot be coded has no code to compare: every code of the run then differs.
         let step = if let Place::Expert { .. } = piece.place { pair.step } else { None };
         let rows = piece.rows.clone();
-        let loss = encode_expert_rows(&pair.checkpoint, &piece.source, piece.encoding, step, rows, scratch)?;
+        let loss = encode_expert_rows(
+            &pair.checkpoint,
+            &piece.source,
+            piece.encoding,
+            pair.recipe,
+            step,
+            rows,
+            scratch,
+        )?;
         if let Loss::Beyond(_) = loss {
             scratch.out.clear();
             scratch.out.extend(stored.iter().map(|byte| !byte));
@@ -268,6 +276,8 @@ struct Pair {
     checkpoint: Checkpoint,
     experts: (ExpertFile, File, PathBuf),
     backbone: (File, PathBuf),
+    /// How the vault says that its scales were found.
+    recipe: Recipe,
     pieces: Vec<Piece>,
     /// Of the experts' codes, if they are those of one step a row.
     step: Option<f32>,
@@ -314,8 +324,10 @@ impl Pair {
             }
             None => None,
         };
+        let recipe = Recipe::of(experts.manifest().map(|manifest| manifest.source.settings.as_str()));
         Ok(Self {
             checkpoint,
+            recipe,
             experts: (experts, experts_file, experts_path),
             backbone: (backbone_file, backbone_path),
             pieces,

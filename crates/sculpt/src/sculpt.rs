@@ -346,20 +346,19 @@ impl Work<'_> {
         let placing = Placing::new(plan.experts.data_offset, used);
         let encode = |i: usize, scratch: &mut Scratch| -> Result<(), SculptError> {
             let item = items[i];
-            let lossless = self.settings.lossless;
             let mut name = plan.item_name(item);
             let crc = match item {
                 Item::Expert(record) if plan.experts.coded => {
                     // Workers take records in their order, so those before this one are there or under way.
                     let turn = placing.turn(record);
-                    encode_record(self.checkpoint, plan, record, lossless, scratch)?;
+                    encode_record(self.checkpoint, plan, record, self.settings, scratch)?;
                     let used = scratch.record.coded.len() as u64;
                     // Otherwise the worker of one before it has an error to tell.
                     let Some(offset) = turn.place(used) else { return Ok(()) };
                     name = coded::claim_name(&name, used);
                     write_record(plan, record, data.of(item), offset, &scratch.record)?
                 }
-                _ => write_item(self.checkpoint, plan, item, data.of(item), lossless, scratch)?,
+                _ => write_item(self.checkpoint, plan, item, data.of(item), self.settings, scratch)?,
             };
             ledger.finished(&name, crc, bytes(i))?;
             _ = crcs[i].set(crc);

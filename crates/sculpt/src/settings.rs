@@ -27,6 +27,8 @@ pub struct Settings {
     pub group: usize,
     /// The backbone's matrices.
     pub backbone: BackboneBits,
+    /// How scales are found.
+    pub recipe: Recipe,
     /// Experts that the checkpoint has as codes keep them, whatever `bits` says, if the vault has an encoding
     /// for such codes. Means nothing for floats.
     pub keep_experts: bool,
@@ -58,6 +60,7 @@ impl Default for Settings {
             bits: 4,
             group: 64,
             backbone: BackboneBits::Q8,
+            recipe: Recipe::Searched,
             keep_experts: true,
             keep_backbone: true,
             lossless: false,
@@ -104,6 +107,19 @@ impl BackboneBits {
     }
 }
 
+impl BackboneBits {
+    /// Bits of a code; 16 for none.
+    const fn bits(self) -> u8 {
+        match self {
+            Self::Bf16 => 16,
+            Self::Q8 => 8,
+            Self::Q6 => 6,
+            Self::Q5 => 5,
+            Self::Q4 => 4,
+        }
+    }
+}
+
 impl fmt::Display for BackboneBits {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
@@ -118,6 +134,60 @@ impl FromStr for BackboneBits {
             flag: "--backbone",
             found: s.to_owned(),
             expected: "must be bf16, q8, q6, q5 or q4".to_owned(),
+        })
+    }
+}
+
+/// How the scale of a group of codes is found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Recipe {
+    /// It is the group's largest magnitude: the original's rule, and always that of 8-bit codes, of which a search
+    /// makes nothing better.
+    Absmax,
+    /// The one of the lowest squared error, as it will be read, among some that clip the largest weights and some
+    /// that do not (EXP-QUANT-01).
+    Searched,
+}
+
+impl Recipe {
+    /// Both.
+    pub const ALL: [Self; 2] = [Self::Absmax, Self::Searched];
+
+    /// Its name on the command line.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Absmax => "absmax",
+            Self::Searched => "searched",
+        }
+    }
+
+    /// The recipe of a vault whose settings ([`Settings::canonical`]) are `line`; the original's for its own files.
+    pub(crate) fn of(line: Option<&str>) -> Self {
+        let searched = line.is_some_and(|line| line.split(' ').any(|part| part == "recipe=searched"));
+        if searched { Self::Searched } else { Self::Absmax }
+    }
+
+    /// The rule for codes of so many bits.
+    pub(crate) const fn at(self, bits: u8) -> Self {
+        if bits < 8 { self } else { Self::Absmax }
+    }
+}
+
+impl fmt::Display for Recipe {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Recipe {
+    type Err = SculptError;
+
+    fn from_str(s: &str) -> Result<Self, SculptError> {
+        Self::ALL.into_iter().find(|recipe| recipe.name() == s).ok_or_else(|| SculptError::Setting {
+            flag: "--recipe",
+            found: s.to_owned(),
+            expected: "must be absmax or searched".to_owned(),
         })
     }
 }
@@ -206,8 +276,13 @@ impl Settings {
             (false, true) => " recoded=experts",
             (false, false) => " recoded=all",
         };
+        // Equal vaults have equal settings: 8-bit codes and floats know no recipe.
+        let recipe = match (self.recipe.at(self.bits), self.recipe.at(self.backbone.bits())) {
+            (Recipe::Absmax, Recipe::Absmax) => String::new(),
+            _ => format!(" recipe={}", self.recipe),
+        };
         format!(
-            "codec={CODEC} {experts} backbone={backbone} max-layers={} max-experts={}{recoded}{}",
+            "codec={CODEC} {experts} backbone={backbone} max-layers={} max-experts={}{recoded}{recipe}{}",
             cut(self.max_layers),
             cut(self.max_experts),
             self.coded(),
@@ -246,16 +321,7 @@ impl Settings {
         };
         let (bits, group) = match role {
             Role::Expert { .. } => (self.bits, self.group),
-            Role::Backbone(_) => {
-                let bits = match self.backbone {
-                    BackboneBits::Bf16 => 16,
-                    BackboneBits::Q8 => 8,
-                    BackboneBits::Q6 => 6,
-                    BackboneBits::Q5 => 5,
-                    BackboneBits::Q4 => 4,
-                };
-                (bits, BACKBONE_GROUP)
-            }
+            Role::Backbone(_) => (self.backbone.bits(), BACKBONE_GROUP),
         };
         let keep = match role {
             Role::Expert { .. } => self.keep_experts,
@@ -280,7 +346,14 @@ mod tests {
     fn only_what_decides_the_bytes_is_canonical() {
         let line = |settings: &Settings| settings.canonical();
         let base = Settings::default();
-        assert_eq!(line(&base), "codec=2 experts=q4/64 backbone=q8/64 max-layers=all max-experts=all");
+        let plain = Settings { recipe: Recipe::Absmax, ..base.clone() };
+        assert_eq!(line(&plain), "codec=2 experts=q4/64 backbone=q8/64 max-layers=all max-experts=all");
+        assert_eq!(line(&base), format!("{} recipe=searched", line(&plain)));
+        for settings in [&base, &plain] {
+            assert_eq!(Recipe::of(Some(&line(settings))), settings.recipe);
+            let eight = Settings { bits: 8, ..(*settings).clone() };
+            assert_eq!(line(&eight), line(&Settings { recipe: Recipe::Absmax, ..eight.clone() }));
+        }
         assert_eq!(line(&base), line(&Settings { threads: Some(3), force: true, ..base.clone() }));
         assert_ne!(line(&base), line(&Settings { group: 32, ..base.clone() }));
         let raw = Settings { bits: 16, ..base.clone() };

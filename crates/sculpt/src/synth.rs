@@ -47,7 +47,7 @@ use crate::partial::{JOURNAL, Partial};
 use crate::plan::{BackboneLayout, runs};
 use crate::progress::Progress;
 use crate::sculpt::{self, Data, Outcome};
-use crate::settings::{Role, Settings};
+use crate::settings::{Recipe, Role, Settings};
 use crate::vault::Existing;
 use crate::workers;
 
@@ -81,7 +81,8 @@ pub struct SynthOptions {
 impl Default for SynthOptions {
     fn default() -> Self {
         Self {
-            settings: Settings::default(),
+            // Random weights have nothing to lose: the plain rule, whatever the recipe says.
+            settings: Settings { recipe: Recipe::Absmax, ..Settings::default() },
             unique_layers: None,
             seed: 0,
             routing: RoutingStats { overlap: 0.46, skew: 0.3 },

@@ -15,7 +15,9 @@ use common::{Random, Tensor, Tiny, Type, Vault, Watch, files, run, settings, sha
 use gguf::{Gguf, KINDS, Meta, blocks, of_checkpoint};
 use serde_json::{Value, json};
 use smoe_format::{BackboneTensor, Encoding, Projection, Table, Uniform, Zero};
-use smoe_sculpt::{BackboneBits, Checkpoint, Outcome, SculptError, Settings, measure_error, sculpt, verify};
+use smoe_sculpt::{
+    BackboneBits, Checkpoint, Outcome, Recipe, SculptError, Settings, measure_error, sculpt, verify,
+};
 
 fn load(dir: &Path) -> (Value, BTreeMap<String, Tensor>) {
     let config = serde_json::from_slice(&std::fs::read(dir.join("config.json")).unwrap()).unwrap();
@@ -219,7 +221,13 @@ fn blocks_are_kept_to_the_bit_or_nearly() {
             Err(other) => panic!("{other}"),
         }
         // And coded anew from the weights.
-        let anew = Settings { bits: 6, keep_experts: false, keep_backbone: false, ..Settings::default() };
+        let anew = Settings {
+            bits: 6,
+            recipe: Recipe::Absmax,
+            keep_experts: false,
+            keep_backbone: false,
+            ..Settings::default()
+        };
         let out = dir.path().join(format!("{kind}-anew"));
         run(&path, &out, &anew).unwrap();
         each_tensor(&out, &meant, |name, encoding, bytes, cols, values| {

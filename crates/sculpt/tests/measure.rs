@@ -6,7 +6,9 @@ mod common;
 use std::sync::atomic::AtomicBool;
 
 use common::{Tiny, Type, run, settings, shared};
-use smoe_sculpt::{BackboneBits, KindError, SculptError, compare_codes, dry_run, measure_error};
+use smoe_sculpt::{
+    BackboneBits, KindError, Recipe, SculptError, Settings, compare_codes, dry_run, measure_error, verify,
+};
 
 fn errors(checkpoint: &std::path::Path, vault: &std::path::Path, threads: usize) -> Vec<KindError> {
     measure_error(checkpoint, vault, Some(threads), &(), &AtomicBool::new(false)).expect("measured")
@@ -45,6 +47,29 @@ fn what_is_kept_has_no_error_and_coarser_codes_have_more() {
         for (fine, coarse) in fine.iter().zip(coarse) {
             // A bit is worth some 6 dB.
             assert!(fine > &(coarse + 4.0), "{fine} {coarse}");
+        }
+    }
+}
+
+#[test]
+fn searched_scales_err_less_and_are_compared_as_such() {
+    let dir = tempfile::tempdir().expect("dir");
+    let checkpoint = dir.path().join("checkpoint");
+    Tiny::deepseek(Type::Bf16, 43).write(&checkpoint, 0);
+    for (bits, backbone) in [(2, BackboneBits::Q4), (3, BackboneBits::Q5), (4, BackboneBits::Q6)] {
+        let plain = settings(bits, backbone);
+        let searched = Settings { recipe: Recipe::Searched, threads: Some(2), ..plain.clone() };
+        let [plain, searched] = [plain, searched].map(|settings| {
+            let vault = dir.path().join(format!("{bits}-{}", settings.recipe));
+            run(&checkpoint, &vault, &settings).expect("sculpted");
+            assert!(verify(&vault, None, &(), &AtomicBool::new(false)).expect("read").problems.is_empty());
+            let codes =
+                compare_codes(&checkpoint, &vault, None, &(), &AtomicBool::new(false)).expect("compared");
+            assert!(codes.iter().all(|c| c.different_codes == 0 && c.different_scales == 0), "{codes:?}");
+            errors(&checkpoint, &vault, 1)
+        });
+        for (plain, searched) in plain.iter().zip(&searched).filter(|(plain, _)| plain.rmse > 0.0) {
+            assert!(searched.rmse < plain.rmse, "{searched:?} {plain:?}");
         }
     }
 }

@@ -14,7 +14,7 @@ use smoe_kernels::{
 use smoe_store::Lease;
 
 use crate::EngineError;
-use crate::backend::{Backend, HEAD_ROWS, Row};
+use crate::backend::{Backend, ExpertObserver, ExpertSeen, HEAD_ROWS, Row, SharedObserver};
 use crate::kv::{self, BLOCK, KvCache};
 use crate::plan::Plan;
 use crate::rope::RopeTable;
@@ -233,6 +233,7 @@ pub struct CpuBackend {
     head_input: Plane,
     /// `[HEAD_ROWS, vocab_size]`.
     logits: Vec<f32>,
+    observer: Option<SharedObserver>,
 }
 
 /// What latent attention needs besides.
@@ -338,6 +339,7 @@ impl CpuBackend {
             biases: vec![0.0; bias_values(&spec)],
             head_input: plane(HEAD_ROWS, d),
             logits: vec![0.0; HEAD_ROWS * spec.vocab_size],
+            observer: None,
             context: Context {
                 rope: RopeTable::new(&spec.rope, spec.rope_dim(), plan.context),
                 pool: Pool::new(plan.threads, false),
@@ -545,6 +547,7 @@ impl CpuBackend {
         let Self { context, normed, outputs, output_row, filled, scratch, biases, tokens, .. } = self;
         let (d, d_expert) = (context.spec.d_model, context.spec.moe.d_expert);
         let table = &context.experts[table];
+        let layer = table.layer;
         let resident = match &context.weights.layers[table.layer as usize].ffn {
             LayerFfn::Moe { biases: Some(tensors), .. } => Some(tensors),
             _ => None,
@@ -587,8 +590,49 @@ impl CpuBackend {
         context.with_input(&[calls[0].gate, calls[0].up], normed, *tokens, |input| {
             expert_ffn(&context.pool, context.kernels, calls, activation, input, scratch, out);
         });
+        if let Some(observer) = &self.observer
+            && let Ok(mut observer) = observer.lock()
+        {
+            self.show(&mut *observer, layer, leases, pieces, routes);
+        }
         if in_order {
             self.accumulate(first, routes);
+        }
+    }
+
+    /// Shows the experts of the kernel call that has just been made.
+    fn show(
+        &self,
+        observer: &mut dyn ExpertObserver,
+        layer: u32,
+        leases: &[Lease],
+        pieces: &[(usize, usize, usize)],
+        routes: &Routes,
+    ) {
+        let Self { context, normed, scratch, tokens, .. } = self;
+        let (d, d_expert) = (context.spec.d_model, context.spec.moe.d_expert);
+        let mut first = 0;
+        for &(lease, from, to) in pieces {
+            let expert = leases[lease].key().expert;
+            let (pairs, of) = routes.of_expert(expert);
+            let weights: Vec<f32> = pairs[from..to]
+                .iter()
+                .zip(&of[from..to])
+                .map(|(&pair, &token)| {
+                    let (_, weights) = routes.of_token(token as usize);
+                    weights[pair as usize % weights.len()]
+                })
+                .collect();
+            let last = first + to - from;
+            observer.expert(&ExpertSeen {
+                layer,
+                expert,
+                tokens: &of[from..to],
+                weights: &weights,
+                inputs: &normed.x[..*tokens * d],
+                hidden: &scratch.activated(last, d_expert)[first * d_expert..],
+            });
+            first = last;
         }
     }
 
@@ -780,6 +824,11 @@ impl Backend for CpuBackend {
         let logits = &mut logits[..tokens.len() * context.spec.vocab_size];
         context.multiply_by(logits, context.spec.multipliers.logits);
         Ok(logits)
+    }
+
+    fn watch_experts(&mut self, observer: Option<SharedObserver>) -> Result<(), EngineError> {
+        self.observer = observer;
+        Ok(())
     }
 
     fn hidden(&mut self) -> Result<&[f32], EngineError> {

@@ -11,7 +11,7 @@ pub mod cpu;
 pub mod gpu;
 
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use smoe_meter::TierMeter;
 use smoe_store::Lease;
@@ -72,6 +72,32 @@ pub struct Advanced {
     /// backend holds are done. Its `begin` comes next.
     pub halted: bool,
 }
+
+/// An expert, its tokens, and what it made of them.
+#[derive(Clone, Copy, Debug)]
+pub struct ExpertSeen<'a> {
+    /// Its layer.
+    pub layer: u32,
+    /// Its number there.
+    pub expert: u32,
+    /// Tokens of the step that it serves, or some of them: it may come again with others.
+    pub tokens: &'a [u32],
+    /// `[tokens]`, the weights of its outputs.
+    pub weights: &'a [f32],
+    /// `[T, d_model]`, the inputs of gate and up for all tokens of the step.
+    pub inputs: &'a [f32],
+    /// `[tokens, d_expert]`, the inputs of down.
+    pub hidden: &'a [f32],
+}
+
+/// Sees what routed experts are given and what they make of it: for statistics.
+pub trait ExpertObserver: std::fmt::Debug + Send {
+    /// Told of an expert when its outputs are computed.
+    fn expert(&mut self, seen: &ExpertSeen<'_>);
+}
+
+/// An observer that its owner looks into later.
+pub type SharedObserver = Arc<Mutex<dyn ExpertObserver>>;
 
 /// The verbs of a layer, for the T tokens of a step.
 ///
@@ -173,6 +199,14 @@ pub trait Backend: Send {
     /// The device's own memory, if it has any.
     fn tier(&self) -> Option<DeviceTier> {
         None
+    }
+
+    /// Shows an observer every expert from now on, or none any longer.
+    fn watch_experts(&mut self, observer: Option<SharedObserver>) -> Result<(), EngineError> {
+        let _ = observer;
+        Err(EngineError::Unsupported {
+            what: "watching experts: only the CPU does, use --device cpu".to_owned(),
+        })
     }
 
     /// Takes experts that come before anything needs them.

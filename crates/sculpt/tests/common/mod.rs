@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use serde_json::{Value, json};
 use smoe_format::half::{f32_to_bf16, f32_to_f16};
 use smoe_format::{Backbone, Encoding, ExpertFile};
-use smoe_sculpt::{BackboneBits, Outcome, Progress, SculptError, Settings, sculpt};
+use smoe_sculpt::{BackboneBits, Outcome, Progress, Recipe, SculptError, Settings, sculpt};
 
 /// A directory of the shared materials, if there is one here.
 pub fn shared(name: &str) -> Option<PathBuf> {
@@ -248,8 +248,9 @@ pub fn write_safetensors(path: &Path, tensors: &[(&String, &Tensor)]) {
     std::fs::write(path, bytes).expect("safetensors");
 }
 
+/// With the original's rule, whose codes tests can compute.
 pub fn settings(bits: u8, backbone: BackboneBits) -> Settings {
-    Settings { bits, backbone, threads: Some(1), ..Settings::default() }
+    Settings { bits, backbone, recipe: Recipe::Absmax, threads: Some(1), ..Settings::default() }
 }
 
 pub fn run(checkpoint: &Path, vault: &Path, settings: &Settings) -> Result<Outcome, SculptError> {

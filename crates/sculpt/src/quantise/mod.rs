@@ -1,0 +1,105 @@
+//! How weights become codes when more than rounding is wanted.
+//!
+//! [`grid`]: what codes stand for; [`search`]: the scale of a group. Loops here are plain, and compiled for the machine's
+//! vectors (`Kernels::compiled`); their bits are the same on every machine.
+
+mod grid;
+mod search;
+
+use smoe_format::Uniform;
+use smoe_format::tile::{self, ROWS};
+use smoe_kernels::{Kernels, Loops};
+
+use grid::{Grid, UniformGrid};
+
+/// The longest group.
+const MAX_GROUP: usize = 128;
+
+/// Codes whole rows, each group by itself, its scale searched; `weights` is `[rows, cols]` and `out` its tiles, to be
+/// overwritten.
+///
+/// # Panics
+/// If a length does not match.
+pub(crate) fn encode_searched(
+    kernels: Kernels,
+    uniform: Uniform,
+    weights: &[f32],
+    cols: usize,
+    out: &mut [u8],
+) {
+    let grid = UniformGrid { max_code: uniform.max_code() };
+    for (rows, block) in weights.chunks(ROWS * cols).zip(out.chunks_exact_mut(uniform.block_bytes(cols))) {
+        kernels.compiled(Block { grid, layout: uniform, rows, cols, block });
+    }
+}
+
+/// The plain rule of the original, compiled for the machine.
+pub(crate) fn encode_absmax(
+    kernels: Kernels,
+    uniform: Uniform,
+    weights: &[f32],
+    cols: usize,
+    out: &mut [u8],
+) {
+    for (rows, block) in weights.chunks(ROWS * cols).zip(out.chunks_exact_mut(uniform.block_bytes(cols))) {
+        kernels.compiled(Absmax { uniform, rows, cols, block });
+    }
+}
+
+struct Absmax<'a> {
+    uniform: Uniform,
+    rows: &'a [f32],
+    cols: usize,
+    block: &'a mut [u8],
+}
+
+impl Loops for Absmax<'_> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run(self) {
+        self.uniform.encode_block(self.rows, self.cols, self.block);
+    }
+}
+
+/// Up to 32 rows and their tiles.
+struct Block<'a, G> {
+    grid: G,
+    layout: Uniform,
+    rows: &'a [f32],
+    cols: usize,
+    block: &'a mut [u8],
+}
+
+impl<G: Grid> Loops for Block<'_, G> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let Self { grid, layout, rows, cols, block } = self;
+        let group = layout.group();
+        block.fill(0);
+        let mut codes = [0u8; ROWS * MAX_GROUP];
+        let codes = &mut codes[..ROWS * group];
+        let (mut weights, mut importance, mut levels) =
+            ([0.0; MAX_GROUP], [0.0; MAX_GROUP], [0.0; MAX_GROUP]);
+        for (g, tile) in block.chunks_exact_mut(layout.tile_bytes()).enumerate() {
+            let width = group.min(cols - g * group);
+            weights[width..].fill(0.0);
+            importance[..width].fill(1.0);
+            importance[width..].fill(0.0);
+            for (row, codes) in rows.chunks_exact(cols).zip(codes.chunks_exact_mut(group)).enumerate() {
+                let (values, codes) = codes;
+                weights[..width].copy_from_slice(&values[g * group..g * group + width]);
+                let scale = search::search(grid, &weights[..group], &importance[..group]);
+                search::levels(grid, &weights[..group], scale.half, &mut levels[..group]);
+                for (code, &level) in codes[..width].iter_mut().zip(&levels) {
+                    *code = grid.code(level);
+                }
+                codes[width..].fill(0);
+                layout.write_levels(tile, row, scale.half, 0);
+            }
+            tile::pack(codes, layout.bits(), group, &mut tile[..layout.code_bytes()]);
+        }
+    }
+}
