@@ -33,6 +33,8 @@ pub enum Command {
     Demo(DemoArgs),
     /// Turn a Hugging Face checkpoint into a vault
     Sculpt(SculptArgs),
+    /// See what a model's experts see of a text, for a vault of few bits (sculpt --calibration)
+    Calibrate(CalibrateArgs),
     /// Make a vault of a real model's shape with random weights, to measure a machine without a download
     Synth(SynthArgs),
     /// Show what a vault will hold in memory, before anything is loaded
@@ -331,6 +333,10 @@ pub struct SculptArgs {
     /// quantised checkpoint, its own codes]
     #[arg(long, value_name = "BITS")]
     pub bits: Option<u8>,
+    /// Instead, a budget of bits per routed expert's weight, scales included, such as 3.25: down gets more than gate
+    /// and up, as far as it goes
+    #[arg(long, value_name = "BITS", conflicts_with = "bits")]
+    pub bpw: Option<smoe_sculpt::BitsPerWeight>,
     /// Weights that share a scale: 32, 64 or 128
     #[arg(long, value_name = "N", default_value_t = 64)]
     pub group: usize,
@@ -340,6 +346,12 @@ pub struct SculptArgs {
     /// How scales are found: searched (least error) or absmax (the largest weight's, as the original does)
     #[arg(long, value_name = "RECIPE", default_value = "searched")]
     pub recipe: smoe_sculpt::Recipe,
+    /// What codes of 2 to 4 bits stand for: fitted (a table of levels made for this model) or uniform
+    #[arg(long, value_name = "LEVELS", default_value = "fitted")]
+    pub levels: smoe_sculpt::Levels,
+    /// What the experts see, from `smoe calibrate`: errors are then made up for where it is seen least
+    #[arg(long, value_name = "STATS")]
+    pub calibration: Option<PathBuf>,
     /// Keep every weight as it is, to the bit, or make no vault
     #[arg(long)]
     pub lossless: bool,
@@ -368,6 +380,34 @@ pub struct SculptArgs {
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,
     /// Print what --dry-run and --measure-error find as JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `smoe calibrate`.
+#[derive(Debug, Args)]
+pub struct CalibrateArgs {
+    /// A vault, 8 bits or more if possible; or a checkpoint, which is then sculpted for the time being
+    pub model: PathBuf,
+    /// Plain text, or conversations: lines of {"messages": [...]}
+    #[arg(long, value_name = "FILE")]
+    pub text: PathBuf,
+    /// Directory of the statistics [default: MODEL.stats here]; what an interrupted run left there is gone on with
+    #[arg(short, long, value_name = "STATS")]
+    pub out: Option<PathBuf>,
+    /// Count only what predicts an assistant's words
+    #[arg(long)]
+    pub answers_only: bool,
+    /// Memory for model and statistics; the less, the more often the text is read [default: what is free]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pub memory: Option<u64>,
+    /// Read at most so many tokens
+    #[arg(long, value_name = "N", default_value_t = 262_144)]
+    pub max_tokens: usize,
+    /// Threads [default: all cores]
+    #[arg(long, value_name = "N")]
+    pub threads: Option<usize>,
+    /// Print what was made as JSON
     #[arg(long)]
     pub json: bool,
 }

@@ -1,5 +1,6 @@
 //! Progress on stderr; silent where that is no terminal.
 
+use std::borrow::Cow;
 use std::sync::Mutex;
 use std::time::Duration;
 
@@ -12,7 +13,7 @@ pub fn bytes(what: &'static str, total: u64) -> ProgressBar {
 }
 
 /// A bar that counts tokens.
-fn tokens(what: &'static str, total: u64) -> ProgressBar {
+pub fn tokens(what: impl Into<Cow<'static, str>>, total: u64) -> ProgressBar {
     bar("{msg} [{bar:32}] {pos}/{len} tokens {per_sec} {eta}", total).with_message(what)
 }
 
@@ -96,6 +97,10 @@ impl smoe_sculpt::Progress for Bar {
         {
             bar.inc(bytes);
         }
+    }
+
+    fn note(&self, message: &str) {
+        eprintln!("{message}");
     }
 
     fn warn(&self, message: &str) {

@@ -15,11 +15,14 @@ pub fn sculpt(args: &SculptArgs) -> Result<(), Failure> {
     let usual = if args.lossless { (16, BackboneBits::Bf16) } else { (4, BackboneBits::Q8) };
     let settings = Settings {
         bits: args.bits.unwrap_or(usual.0),
+        bpw: args.bpw,
         group: args.group,
         backbone: args.backbone.unwrap_or(usual.1),
         recipe: args.recipe,
+        levels: args.levels,
+        calibration: args.calibration.clone(),
         // Who names bits wants those, not the codes that a checkpoint has. Its own numbers are its codes.
-        keep_experts: args.bits.is_none_or(|bits| bits == 16),
+        keep_experts: args.bpw.is_none() && args.bits.is_none_or(|bits| bits == 16),
         keep_backbone: args.backbone.is_none_or(|bits| bits == BackboneBits::Bf16),
         lossless: args.lossless,
         tokenizer: args.tokenizer.clone(),
@@ -83,7 +86,14 @@ fn failure(error: SculptError) -> Failure {
 /// Encodes the checkpoint anew and compares every code and scale with what the vault holds.
 fn validate(args: &SculptArgs, vault: &Path) -> Result<(), Failure> {
     let bar = progress::Bar::default();
-    let counts = smoe_sculpt::compare_codes(&args.checkpoint, vault, args.threads, &bar, interrupt::flag());
+    let counts = smoe_sculpt::compare_codes(
+        &args.checkpoint,
+        vault,
+        args.calibration.as_deref(),
+        args.threads,
+        &bar,
+        interrupt::flag(),
+    );
     bar.finish();
     let counts = counts.map_err(failure)?;
     let mut different = 0;
@@ -151,6 +161,7 @@ fn print_dry_run(dry: &DryRun, as_json: bool) -> Result<(), Failure> {
             "weights": dry.weights,
             "active_weights": dry.active_weights,
             "expert_encodings": dry.expert_encodings,
+            "expert_widths": dry.widths,
             "experts": dry.experts,
             "record_bytes": dry.record_bytes,
             "experts_bytes": dry.experts_bytes,
@@ -191,6 +202,11 @@ fn print_dry_run(dry: &DryRun, as_json: bool) -> Result<(), Failure> {
         dry.expert_encodings[2],
         Bytes(dry.padding_bytes)
     );
+    if dry.widths.len() > 1 {
+        for line in &dry.widths {
+            say!("            {line}");
+        }
+    }
     say!("backbone    {}, resident in memory", Bytes(dry.backbone_bytes));
     say!(
         "per token   {} of expert records, {} of backbone",

@@ -9,6 +9,8 @@
 //! exit, or know the engine.
 #![forbid(unsafe_code)]
 
+mod allocate;
+pub mod calibrate;
 pub mod checkpoint;
 mod config;
 mod encode;
@@ -35,6 +37,6 @@ pub use error::{SculptError, Warning};
 pub use measure::{CodeCounts, KindError, compare_codes, measure_error};
 pub use progress::Progress;
 pub use sculpt::{DryRun, Outcome, dry_run, read_head, sculpt};
-pub use settings::{BackboneBits, Recipe, Settings};
+pub use settings::{BackboneBits, BitsPerWeight, Levels, Recipe, Settings};
 pub use synth::{Shape, SynthOptions, Synthesis, Synthetic, synth, token_stream};
 pub use verify::{Damage, Problem, Report, verify};

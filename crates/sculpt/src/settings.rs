@@ -6,6 +6,7 @@ use std::str::FromStr;
 
 use smoe_format::{BackboneTensor, Encoding, Projection, Uniform, Zero};
 
+use crate::calibrate::Statistics;
 use crate::error::SculptError;
 use crate::source::evened;
 
@@ -20,12 +21,18 @@ pub struct Settings {
     /// Bits of a code of the routed experts: 2, 3, 4, 5, 6 or 8; 16 keeps their weights as they are, whatever
     /// float type that is.
     pub bits: u8,
+    /// A budget for the routed experts, codes and scales, instead of `bits`: widths then differ by tensor kind and layer.
+    pub bpw: Option<BitsPerWeight>,
     /// Weights that share a scale: 32, 64 or 128. Means nothing for 16 bits.
     pub group: usize,
     /// The backbone's matrices.
     pub backbone: BackboneBits,
     /// How scales are found.
     pub recipe: Recipe,
+    /// What the experts' codes of at most 4 bits stand for, where scales are searched.
+    pub levels: Levels,
+    /// Statistics of what the experts see ([`crate::calibrate`]), with which errors are fed back.
+    pub calibration: Option<PathBuf>,
     /// Experts that the checkpoint has as codes keep them, whatever `bits` says, if the vault has an encoding
     /// for such codes. Means nothing for floats.
     pub keep_experts: bool,
@@ -49,9 +56,12 @@ impl Default for Settings {
     fn default() -> Self {
         Self {
             bits: 4,
+            bpw: None,
             group: 64,
             backbone: BackboneBits::Q8,
             recipe: Recipe::Searched,
+            levels: Levels::Fitted,
+            calibration: None,
             keep_experts: true,
             keep_backbone: true,
             lossless: false,
@@ -61,6 +71,36 @@ impl Default for Settings {
             threads: None,
             force: false,
         }
+    }
+}
+
+/// Bits per weight, in thousandths.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct BitsPerWeight(u32);
+
+impl BitsPerWeight {
+    /// Bytes that so many weights may have.
+    pub(crate) fn bytes(self, weights: u64) -> u64 {
+        (u128::from(weights) * u128::from(self.0) / 8000) as u64
+    }
+}
+
+impl fmt::Display for BitsPerWeight {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", f64::from(self.0) / 1000.0)
+    }
+}
+
+impl FromStr for BitsPerWeight {
+    type Err = SculptError;
+
+    fn from_str(s: &str) -> Result<Self, SculptError> {
+        let bits = s.parse::<f64>().ok().filter(|bits| (2.0..=16.0).contains(bits));
+        bits.map(|bits| Self((bits * 1000.0).round() as u32)).ok_or_else(|| SculptError::Setting {
+            flag: "--bpw",
+            found: s.to_owned(),
+            expected: "must be bits per weight, 2 to 16, such as 3.25".to_owned(),
+        })
     }
 }
 
@@ -181,6 +221,47 @@ impl FromStr for Recipe {
     }
 }
 
+/// What codes stand for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Levels {
+    /// Evenly spaced levels.
+    Uniform,
+    /// A table of signed bytes for each of gate, up and down, fitted to the checkpoint's weights (EXP-QUANT-02).
+    Fitted,
+}
+
+impl Levels {
+    /// Both.
+    pub const ALL: [Self; 2] = [Self::Uniform, Self::Fitted];
+
+    /// Its name on the command line.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Uniform => "uniform",
+            Self::Fitted => "fitted",
+        }
+    }
+}
+
+impl fmt::Display for Levels {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Levels {
+    type Err = SculptError;
+
+    fn from_str(s: &str) -> Result<Self, SculptError> {
+        Self::ALL.into_iter().find(|levels| levels.name() == s).ok_or_else(|| SculptError::Setting {
+            flag: "--levels",
+            found: s.to_owned(),
+            expected: "must be uniform or fitted".to_owned(),
+        })
+    }
+}
+
 /// A tensor's place in the model, as far as its encoding may depend on it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Role {
@@ -206,6 +287,10 @@ impl Settings {
         if !matches!(self.group, 32 | 64 | 128) {
             return bad("--group", self.group, "must be 32, 64 or 128");
         }
+        if self.lossless && self.bpw.is_some() {
+            let (found, expected) = ("given".to_owned(), "must not be given with --lossless".to_owned());
+            return Err(SculptError::Setting { flag: "--bpw", found, expected });
+        }
         if self.lossless && self.bits != 16 {
             return bad("--bits", usize::from(self.bits), "must be 16, or not given, with --lossless");
         }
@@ -213,6 +298,12 @@ impl Settings {
             let (found, expected) =
                 (self.backbone.to_string(), "must be bf16, or not given, with --lossless");
             return Err(SculptError::Setting { flag: "--backbone", found, expected: expected.to_owned() });
+        }
+        if self.calibration.is_some()
+            && (self.recipe == Recipe::Absmax || (self.bits == 16 && self.bpw.is_none()))
+        {
+            let (found, expected) = ("given".to_owned(), "needs --recipe searched and --bits 8 or less");
+            return Err(SculptError::Setting { flag: "--calibration", found, expected: expected.to_owned() });
         }
         for (flag, value) in [
             ("--max-layers", self.max_layers),
@@ -228,10 +319,11 @@ impl Settings {
 
     /// The settings that decide the bytes, as one line.
     #[must_use]
-    pub fn canonical(&self) -> String {
-        let experts = match self.bits {
-            16 => "experts=source".to_owned(),
-            bits => format!("experts=q{bits}/{}", self.group),
+    pub fn canonical(&self, statistics: Option<&Statistics>) -> String {
+        let experts = match (self.bpw, self.bits) {
+            (Some(bpw), _) => format!("experts=bpw{bpw}/{}", self.group),
+            (None, 16) => "experts=source".to_owned(),
+            (None, bits) => format!("experts=q{bits}/{}", self.group),
         };
         let backbone = match self.backbone {
             BackboneBits::Bf16 => "source".to_owned(),
@@ -245,15 +337,25 @@ impl Settings {
             (false, false) => " recoded=all",
         };
         // Equal vaults have equal settings: 8-bit codes and floats know no recipe.
-        let recipe = match (self.recipe.at(self.bits), self.recipe.at(self.backbone.bits())) {
+        let bits = if self.bpw.is_some() { 2 } else { self.bits };
+        let recipe = match (self.recipe.at(bits), self.recipe.at(self.backbone.bits())) {
             (Recipe::Absmax, Recipe::Absmax) => String::new(),
             _ => format!(" recipe={}", self.recipe),
         };
+        let statistics = statistics.map_or_else(String::new, |s| format!(" calibration={}", s.name()));
+        let levels = if self.fits_levels() { " levels=fitted" } else { "" };
         format!(
-            "codec={CODEC} {experts} backbone={backbone} max-layers={} max-experts={}{recoded}{recipe}",
+            "codec={CODEC} {experts} backbone={backbone} max-layers={} max-experts={}{recoded}{recipe}{levels}{statistics}",
             cut(self.max_layers),
             cut(self.max_experts)
         )
+    }
+
+    /// True if experts' codes get levels of their own.
+    pub(crate) fn fits_levels(&self) -> bool {
+        self.levels == Levels::Fitted
+            && self.recipe == Recipe::Searched
+            && (self.bpw.is_some() || matches!(self.bits, 2..=4))
     }
 
     /// The same for a checkpoint of floats, where there are no codes to keep: one name for equal vaults.
@@ -297,11 +399,11 @@ mod tests {
 
     #[test]
     fn only_what_decides_the_bytes_is_canonical() {
-        let line = |settings: &Settings| settings.canonical();
+        let line = |settings: &Settings| settings.canonical(None);
         let base = Settings::default();
         let plain = Settings { recipe: Recipe::Absmax, ..base.clone() };
         assert_eq!(line(&plain), "codec=2 experts=q4/64 backbone=q8/64 max-layers=all max-experts=all");
-        assert_eq!(line(&base), format!("{} recipe=searched", line(&plain)));
+        assert_eq!(line(&base), format!("{} recipe=searched levels=fitted", line(&plain)));
         for settings in [&base, &plain] {
             assert_eq!(Recipe::of(Some(&line(settings))), settings.recipe);
             let eight = Settings { bits: 8, ..(*settings).clone() };
