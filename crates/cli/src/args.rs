@@ -36,6 +36,8 @@ pub enum Command {
     Sculpt(SculptArgs),
     /// Make a vault of a checkpoint on a hub while it is downloaded: no more than two of its files are on the disk
     Pull(PullArgs),
+    /// See what a model's experts see of a text, for a vault of few bits (sculpt --calibration)
+    Calibrate(CalibrateArgs),
     /// Make a vault of a real model's shape with random weights, to measure a machine without a download
     Synth(SynthArgs),
     /// Show what a vault will hold in memory, before anything is loaded
@@ -366,23 +368,30 @@ pub struct SculptHow {
     /// quantised checkpoint, its own codes]
     #[arg(long, value_name = "BITS")]
     pub bits: Option<u8>,
-    /// Weights that share a scale: 32, 64 or 128 [default: 64; 128 with --bpw]
+    /// Instead, a budget of bits per routed expert's weight, scales included, such as 3.25: down gets more than gate
+    /// and up, as far as it goes. With --entropy what records take on the disk, 1.5 to 3.9 [default there: 3.25; with
+    /// --bits 4, and of a quantised checkpoint, what their codes take]
+    #[arg(long, value_name = "BITS", conflicts_with = "bits")]
+    pub bpw: Option<smoe_sculpt::BitsPerWeight>,
+    /// Weights that share a scale: 32, 64 or 128 [default: 64; 128 with --entropy and a budget]
     #[arg(long, value_name = "N")]
     pub group: Option<usize>,
     /// Entropy-code the experts: fewer bytes to read for the same model, decoded on their way into memory, where
     /// they are 4-bit codes
     #[arg(long)]
     pub entropy: bool,
-    /// With --entropy: bits of an expert's weight on the disk, 1.5 to 3.9 [default: 3.25; with --bits 4, and of a
-    /// quantised checkpoint, what their codes take]
-    #[arg(long, value_name = "BITS", value_parser = parse_bpw, requires = "entropy")]
-    pub bpw: Option<u16>,
     /// Everything else: bf16 (as it was), q8, q6, q5 or q4 [default: q8; of a quantised checkpoint, its own codes]
     #[arg(long, value_name = "BITS")]
     pub backbone: Option<smoe_sculpt::BackboneBits>,
     /// How scales are found: searched (least error) or absmax (the largest weight's, as the original does)
     #[arg(long, value_name = "RECIPE", default_value = "searched")]
     pub recipe: smoe_sculpt::Recipe,
+    /// What codes of 2 to 4 bits stand for: fitted (a table of levels made for this model) or uniform
+    #[arg(long, value_name = "LEVELS", default_value = "fitted")]
+    pub levels: smoe_sculpt::Levels,
+    /// What the experts see, from `smoe calibrate`: errors are then made up for where it is seen least
+    #[arg(long, value_name = "STATS")]
+    pub calibration: Option<PathBuf>,
     /// Keep every weight as it is, to the bit, or make no vault
     #[arg(long)]
     pub lossless: bool,
@@ -405,6 +414,34 @@ pub struct SculptHow {
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,
     /// Print what --dry-run (and of sculpt --measure-error) finds as JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `smoe calibrate`.
+#[derive(Debug, Args)]
+pub struct CalibrateArgs {
+    /// A vault, 8 bits or more if possible; or a checkpoint, which is then sculpted for the time being
+    pub model: PathBuf,
+    /// Plain text, or conversations: lines of {"messages": [...]}
+    #[arg(long, value_name = "FILE")]
+    pub text: PathBuf,
+    /// Directory of the statistics [default: MODEL.stats here]; what an interrupted run left there is gone on with
+    #[arg(short, long, value_name = "STATS")]
+    pub out: Option<PathBuf>,
+    /// Count only what predicts an assistant's words
+    #[arg(long)]
+    pub answers_only: bool,
+    /// Memory for model and statistics; the less, the more often the text is read [default: what is free]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pub memory: Option<u64>,
+    /// Read at most so many tokens
+    #[arg(long, value_name = "N", default_value_t = 262_144)]
+    pub max_tokens: usize,
+    /// Threads [default: all cores]
+    #[arg(long, value_name = "N")]
+    pub threads: Option<usize>,
+    /// Print what was made as JSON
     #[arg(long)]
     pub json: bool,
 }
@@ -756,12 +793,6 @@ fn parse_size(s: &str) -> Result<u64, String> {
     };
     let value = f64::from_str(number).map_err(|_| fail())? * (1u64 << shift) as f64;
     if value >= 0.0 && value < (1u64 << 62) as f64 { Ok(value as u64) } else { Err(fail()) }
-}
-
-/// Bits a weight, in hundredths of a bit.
-fn parse_bpw(s: &str) -> Result<u16, String> {
-    let bits: f64 = s.parse().map_err(|_| "a number of bits such as 3.25".to_owned())?;
-    if (0.0..16.0).contains(&bits) { Ok((100.0 * bits).round() as u16) } else { Err("1.5 to 3.9".to_owned()) }
 }
 
 /// A bare number counts experts; a number with a unit is a size.

@@ -19,7 +19,9 @@ macro_rules! say {
 mod answer;
 mod args;
 mod bench;
+mod calibrate;
 mod chat;
+mod corpus;
 mod demo;
 mod devices;
 mod eval;
@@ -55,6 +57,7 @@ fn main() -> ExitCode {
         Command::Demo(args) => demo::demo(&args),
         Command::Sculpt(args) => sculpt::sculpt(&args),
         Command::Pull(args) => pull::pull(&args),
+        Command::Calibrate(args) => calibrate::calibrate(&args),
         Command::Synth(args) => synth::synth(&args),
         Command::Plan(args) => plan::plan(&args),
         Command::Inspect(args) => inspect::inspect(&args),

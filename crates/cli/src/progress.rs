@@ -1,5 +1,6 @@
 //! Progress on stderr; silent where that is no terminal.
 
+use std::borrow::Cow;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -13,7 +14,7 @@ pub fn bytes(what: &'static str, total: u64) -> ProgressBar {
 }
 
 /// A bar that counts tokens.
-pub fn tokens(what: &'static str, total: u64) -> ProgressBar {
+pub fn tokens(what: impl Into<Cow<'static, str>>, total: u64) -> ProgressBar {
     bar("{msg} [{bar:32}] {pos}/{len} tokens {per_sec} {eta}", total).with_message(what)
 }
 
@@ -102,6 +103,10 @@ impl smoe_sculpt::Progress for Bar {
         {
             bar.inc(bytes);
         }
+    }
+
+    fn note(&self, message: &str) {
+        eprintln!("{message}");
     }
 
     fn warn(&self, message: &str) {

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use smoe_hub::{HubError, Options, Pull};
-use smoe_sculpt::{Outcome, small_files};
+use smoe_sculpt::{Levels, Outcome, Settings, small_files};
 
 use crate::args::PullArgs;
 use crate::failure::Failure;
@@ -17,11 +17,6 @@ const EXAMPLES: usize = 12;
 
 /// Runs the command.
 pub fn pull(args: &PullArgs) -> Result<(), Failure> {
-    if args.how.entropy {
-        // Records of varying length lie in their order, and files arrive in theirs.
-        let what = "--entropy needs the whole checkpoint: download it and use smoe sculpt";
-        return Err(Failure::Usage(what.to_owned()));
-    }
     let name = args.repo.rsplit('/').next().unwrap_or_default();
     let vault = args.vault.clone().unwrap_or_else(|| PathBuf::from(name));
     let dir = arrivals(&vault)?;
@@ -42,7 +37,9 @@ pub fn pull(args: &PullArgs) -> Result<(), Failure> {
     spinner.finish_and_clear();
     let (pull, checkpoint) = found?;
 
-    let (settings, flag) = (args.how.settings(false), interrupt::flag());
+    // Fitted levels need weights that are not there yet.
+    let settings = Settings { levels: Levels::Uniform, ..args.how.settings(false) };
+    let flag = interrupt::flag();
     if args.how.dry_run {
         let dry = smoe_sculpt::dry_run_of(&checkpoint, &pull, Some(&vault), &settings, flag);
         if !begun {

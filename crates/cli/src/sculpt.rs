@@ -4,32 +4,38 @@ use std::path::Path;
 
 use serde_json::json;
 use smoe_engine::plan::Bytes;
-use smoe_sculpt::{BackboneBits, Checkpoint, DryRun, Outcome, SculptError, Settings};
+use smoe_sculpt::{BackboneBits, BitsPerWeight, Checkpoint, DryRun, Outcome, SculptError, Settings};
 
 use crate::args::{SculptArgs, SculptHow};
 use crate::failure::Failure;
 use crate::{interrupt, progress};
 
 /// Hundredths of a bit of a weight that entropy-coded experts take: near the errors of 4-bit codes, EXP-QUANT-10.
-const BPW: u16 = 325;
+const CODED_BPW: u16 = 325;
 
 impl SculptHow {
     /// The settings that are meant for a checkpoint that has codes of its own, or for one that has not.
     pub fn settings(&self, is_coded: bool) -> Settings {
         let usual = if self.lossless { (16, BackboneBits::Bf16) } else { (4, BackboneBits::Q8) };
-        let bpw = self.bpw.or_else(|| {
-            let decided = self.bits.is_some() || self.lossless || !self.entropy;
-            (!decided && !is_coded).then_some(BPW)
+        let coded_bpw = self.bpw.map(BitsPerWeight::hundredths).or_else(|| {
+            let decided = self.bits.is_some() || self.lossless;
+            (!decided && !is_coded).then_some(CODED_BPW)
         });
+        let coded_bpw = coded_bpw.filter(|_| self.entropy);
         Settings {
             bits: self.bits.unwrap_or(usual.0),
-            group: self.group.unwrap_or(if bpw.is_some() { 128 } else { 64 }),
+            group: self.group.unwrap_or(if coded_bpw.is_some() { 128 } else { 64 }),
             entropy: self.entropy,
-            bpw,
+            bpw: self.bpw.filter(|_| !self.entropy),
+            coded_bpw,
             backbone: self.backbone.unwrap_or(usual.1),
             recipe: self.recipe,
+            levels: self.levels,
+            calibration: self.calibration.clone(),
             // Who names bits wants those, not the codes that a checkpoint has. Its own numbers are its codes.
-            keep_experts: self.bits.is_none_or(|bits| bits == 16) && bpw.is_none(),
+            keep_experts: self.bpw.is_none()
+                && coded_bpw.is_none()
+                && self.bits.is_none_or(|bits| bits == 16),
             keep_backbone: self.backbone.is_none_or(|bits| bits == BackboneBits::Bf16),
             lossless: self.lossless,
             tokenizer: self.tokenizer.clone(),
@@ -104,8 +110,14 @@ pub fn failure(error: SculptError) -> Failure {
 /// Encodes the checkpoint anew and compares every code and scale with what the vault holds.
 fn validate(args: &SculptArgs, vault: &Path) -> Result<(), Failure> {
     let bar = progress::Bar::default();
-    let counts =
-        smoe_sculpt::compare_codes(&args.checkpoint, vault, args.how.threads, &bar, interrupt::flag());
+    let counts = smoe_sculpt::compare_codes(
+        &args.checkpoint,
+        vault,
+        args.how.calibration.as_deref(),
+        args.how.threads,
+        &bar,
+        interrupt::flag(),
+    );
     bar.finish();
     let counts = counts.map_err(failure)?;
     let mut different = 0;
@@ -175,6 +187,7 @@ pub fn print_dry_run(dry: &DryRun, as_json: bool) -> Result<(), Failure> {
             "weights": dry.weights,
             "active_weights": dry.active_weights,
             "expert_encodings": dry.expert_encodings,
+            "expert_widths": dry.widths,
             "experts": dry.experts,
             "record_bytes": dry.record_bytes,
             "experts_bytes": dry.experts_bytes,
@@ -216,6 +229,11 @@ pub fn print_dry_run(dry: &DryRun, as_json: bool) -> Result<(), Failure> {
         dry.expert_encodings[2],
         Bytes(dry.padding_bytes)
     );
+    if dry.widths.len() > 1 {
+        for line in &dry.widths {
+            say!("            {line}");
+        }
+    }
     say!("backbone    {}, resident in memory", Bytes(dry.backbone_bytes));
     say!(
         "per token   {} of expert records, {} of backbone",

@@ -256,8 +256,7 @@ fn entropy_coded_experts_are_made_described_checked_and_answer() {
     ];
     assert_eq!(ids(&smoe(&run)).len(), 4);
     for (args, what) in [
-        (&["sculpt", &checkpoint, &path("no"), "--bpw", "3.25"][..], "--entropy"),
-        (&["sculpt", &checkpoint, &path("no"), "--entropy", "--bits", "3"], "--bits"),
+        (&["sculpt", &checkpoint, &path("no"), "--entropy", "--bits", "3"][..], "--bits"),
         (&["sculpt", &checkpoint, &path("no"), "--entropy", "--bpw", "5"], "1.5 to 3.9"),
     ] {
         let output = smoe(args);

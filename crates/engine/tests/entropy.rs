@@ -40,7 +40,7 @@ fn twins(model: &TinyModel, bpw: u16, group: usize) -> Twins {
     std::fs::create_dir(&checkpoint).unwrap();
     std::fs::create_dir(&plain).unwrap();
     model.write_checkpoint(&checkpoint, CheckpointOptions { tokenizer: false, ..Default::default() });
-    let settings = Settings { entropy: true, bpw: Some(bpw), group, ..Settings::default() };
+    let settings = Settings { entropy: true, coded_bpw: Some(bpw), group, ..Settings::default() };
     sculpt(&checkpoint, &coded, &settings, &Quiet, &AtomicBool::new(false)).unwrap();
     entropy_decode(&coded, &plain);
     Twins { coded: Vault::open(&coded).unwrap(), plain: Vault::open(&plain).unwrap(), _dir: dir }

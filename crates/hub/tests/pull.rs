@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use common::{Fault, Hub, REPO, Request, TOKEN, files, write_checkpoint};
 use smoe_hub::{HubError, Options, Patience, Pull, Watch};
-use smoe_sculpt::{Outcome, SculptError, Settings, dry_run_of, sculpt, sculpt_of, small_files};
+use smoe_sculpt::{Levels, Outcome, SculptError, Settings, dry_run_of, sculpt, sculpt_of, small_files};
 use tempfile::TempDir;
 
 /// A checkpoint, the files of the vault that is made of it where it lies, and room.
@@ -64,7 +64,7 @@ impl Case {
 }
 
 fn settings() -> Settings {
-    Settings { threads: Some(2), ..Settings::default() }
+    Settings { threads: Some(2), levels: Levels::Uniform, ..Settings::default() }
 }
 
 fn stop() -> &'static AtomicBool {

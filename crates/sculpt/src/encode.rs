@@ -6,14 +6,15 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use smoe_format::half::f32_to_f16;
-use smoe_format::{Encoding, RECORD_ALIGN, record_crc_start};
+use smoe_format::{Encoding, ExpertKey, LayerTable, RECORD_ALIGN, record_crc_start};
 use smoe_kernels::Kernels;
 
+use crate::calibrate::Statistics;
 use crate::checkpoint::Checkpoint;
 use crate::coded;
 use crate::error::SculptError;
 use crate::plan::{Item, Plan, row_offset, runs};
-use crate::quantise;
+use crate::quantise::{self, Feedback, encode_with_feedback};
 use crate::settings::{Recipe, Role, Settings};
 use crate::source::{Codes, Kept, Source};
 
@@ -93,11 +94,12 @@ pub(crate) fn encode_rows(
     }
     scratch.out.resize(len, 0);
     let (values, cols, out) = (&scratch.values, source.cols, &mut scratch.out);
+    let searched = encoding.tiles().is_some_and(|tiles| recipe.at(tiles.bits()) == Recipe::Searched);
     match encoding {
-        Encoding::Uniform(uniform) => match recipe.at(uniform.bits()) {
-            Recipe::Searched => quantise::encode_searched(scratch.kernels, uniform, values, cols, out),
-            Recipe::Absmax => quantise::encode_absmax(scratch.kernels, uniform, values, cols, out),
-        },
+        _ if searched && quantise::is_searchable(encoding) => {
+            quantise::encode_searched(scratch.kernels, encoding, values, cols, out);
+        }
+        Encoding::Uniform(uniform) => quantise::encode_absmax(scratch.kernels, uniform, values, cols, out),
         _ => encoding.encode(values, cols, out),
     }
     // Whatever the source, `f32` holds its weights.
@@ -164,7 +166,20 @@ fn for_each_run(
     let sources = &plan.sources;
     let (key, tensors) = &sources.experts[index];
     let table = plan.experts.table(key.layer).expect("every record's layer has a table");
+    let mut fed = match &plan.statistics {
+        Some(statistics) if may_feed_back(tensors, table) => {
+            encode_expert(checkpoint, statistics, *key, tensors, table, scratch)?.into_iter()
+        }
+        _ => Vec::new().into_iter(),
+    };
     for ((entry, source), projection) in table.tensors.iter().zip(tensors).zip(smoe_format::Projection::ALL) {
+        let role = Role::Expert { layer: key.layer, projection };
+        let name = || sources.family.expert(&sources.spec, *key, projection).name;
+        if let Some((loss, tiles)) = fed.next() {
+            refuse(loss, settings.lossless, source, role, name)?;
+            put(entry.offset, &tiles)?;
+            continue;
+        }
         for rows in runs(entry.rows, entry.cols) {
             let at = entry.offset + row_offset(entry.encoding, rows.start, entry.cols) as usize;
             let loss = encode_expert_rows(
@@ -176,9 +191,7 @@ fn for_each_run(
                 rows,
                 scratch,
             )?;
-            refuse(loss, settings.lossless, source, Role::Expert { layer: key.layer, projection }, || {
-                sources.family.expert(&sources.spec, *key, projection).name
-            })?;
+            refuse(loss, settings.lossless, source, role, name)?;
             put(at, &scratch.out)?;
         }
     }
@@ -248,6 +261,44 @@ pub(crate) fn write_item(
     }
     debug_assert_eq!(writer.at, offset + len);
     Ok(writer.crc)
+}
+
+/// Codes gate, up and down of an expert with error feedback: what each lost, and its tiles.
+pub(crate) fn encode_expert(
+    checkpoint: &Checkpoint,
+    statistics: &Statistics,
+    key: ExpertKey,
+    tensors: &[Source; 3],
+    table: &LayerTable,
+    scratch: &mut Scratch,
+) -> Result<Vec<(Loss, Vec<u8>)>, SculptError> {
+    let [input, hidden] = statistics.hessians(key.layer, key.expert)?;
+    let mut factors = [Some(input), Some(hidden)].map(|h| h.map(|h| Feedback::new(scratch.kernels, &h)));
+    let mut all = Vec::with_capacity(3);
+    for (i, (source, entry)) in tensors.iter().zip(&table.tensors).enumerate() {
+        let mut out = vec![0; entry.len];
+        checkpoint.read_rows(source, 0..entry.rows, &mut scratch.raw, &mut scratch.values)?;
+        let loss = match scratch.values.iter().find(|&&w| !codable(w)) {
+            Some(&w) => Loss::Beyond(w),
+            None => {
+                let feedback = factors[usize::from(i == 2)].as_ref().expect("kept until down is done");
+                let values = &scratch.values;
+                encode_with_feedback(scratch.kernels, entry.encoding, feedback, values, entry.cols, &mut out);
+                Loss::Some
+            }
+        };
+        if i == 1 {
+            factors[0] = None;
+        }
+        all.push((loss, out));
+    }
+    Ok(all)
+}
+
+/// True if error feedback is for this expert: all its tensors are coded anew.
+pub(crate) fn may_feed_back(tensors: &[Source; 3], table: &LayerTable) -> bool {
+    let mut all = tensors.iter().zip(&table.tensors);
+    all.all(|(source, entry)| quantise::is_searchable(entry.encoding) && !source.keeps(entry.encoding))
 }
 
 fn refuse(

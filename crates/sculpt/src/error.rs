@@ -353,6 +353,14 @@ pub enum SculptError {
         /// Everything that is wrong; never empty.
         problems: Vec<Problem>,
     },
+    /// Statistics that cannot be used.
+    #[error("{} {what}", .path.display())]
+    Statistics {
+        /// The directory, or a file in it.
+        path: PathBuf,
+        /// What is wrong, and what to do.
+        what: String,
+    },
     /// An original vault cannot be compared with this checkpoint.
     #[error("{} cannot be compared: {what}", .path.display())]
     Incomparable {

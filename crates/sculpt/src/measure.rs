@@ -16,11 +16,14 @@ use sha2::{Digest as _, Sha256};
 use smoe_format::entropy::decode_record;
 use smoe_format::spec::ModelSpec;
 use smoe_format::tile::{self, ROWS};
-use smoe_format::{Backbone, BackboneTensor, Encoding, ExpertFile, Projection, Uniform, file_name, original};
+use smoe_format::{
+    Backbone, BackboneTensor, Encoding, ExpertFile, ExpertKey, Projection, Uniform, file_name, original,
+};
 
+use crate::calibrate::Statistics;
 use crate::checkpoint::Checkpoint;
 use crate::coded;
-use crate::encode::{Loss, Scratch, encode_expert_rows};
+use crate::encode::{Loss, Scratch, encode_expert, encode_expert_rows, may_feed_back};
 use crate::error::SculptError;
 use crate::plan::{Sources, kind_name, row_offset, runs};
 use crate::progress::Progress;
@@ -104,20 +107,43 @@ pub fn measure_error(
 }
 
 /// Encodes `checkpoint` anew with the encodings that `vault` (a directory, or an original `.smoe`) has, and
-/// counts codes and scales that are the same and that are not.
+/// counts codes and scales that are the same and that are not. A vault that was made with a calibration needs it.
 ///
 /// # Errors
 /// As [`measure_error`].
 pub fn compare_codes(
     checkpoint: &Path,
     vault: &Path,
+    calibration: Option<&Path>,
     threads: Option<usize>,
     progress: &dyn Progress,
     stop: &AtomicBool,
 ) -> Result<Vec<CodeCounts>, SculptError> {
     let pair = Pair::open(checkpoint, vault, stop)?;
+    let statistics = pair.statistics(calibration, vault)?;
     let counts = pair.walk(threads, progress, stop, |piece, buffers| {
         let Buffers { scratch, stored, .. } = buffers;
+        let fed = statistics.as_ref().zip(pair.expert(piece));
+        if let Some((statistics, (record, bytes))) = fed
+            && let (key, sources) = &pair.sources[record]
+            && let Some(table) = pair.experts.0.table(key.layer)
+            && may_feed_back(sources, table)
+            && let Some(tiles) = piece.encoding.tiles()
+        {
+            let fed = encode_expert(&pair.checkpoint, statistics, *key, sources, table, scratch)?;
+            let (entry, (_, out)) = table
+                .tensors
+                .iter()
+                .zip(&fed)
+                .rfind(|(entry, _)| entry.offset <= bytes.start)
+                .expect("the first begins at 0");
+            return Ok(compare_tiles(
+                tiles,
+                piece,
+                stored,
+                &out[bytes.start - entry.offset..][..bytes.len()],
+            ));
+        }
         // A weight that cannot be coded has no code to compare: every code of the run then differs.
         let step = if let Place::Expert { .. } = piece.place { pair.step } else { None };
         let rows = piece.rows.clone();
@@ -278,6 +304,11 @@ struct Pair {
     backbone: (File, PathBuf),
     /// How the vault says that its scales were found.
     recipe: Recipe,
+    /// All that it says of its making.
+    made: Option<String>,
+    spec: ModelSpec,
+    /// Of each record.
+    sources: Vec<(ExpertKey, [Source; 3])>,
     pieces: Vec<Piece>,
     /// Of the experts' codes, if they are those of one step a row.
     step: Option<f32>,
@@ -316,7 +347,7 @@ impl Pair {
             });
         }
         let pieces = pieces(&sources, &experts, &backbone, name_of, &backbone_path)?;
-        let bpw = experts.manifest().and_then(|manifest| Settings::bpw_of(&manifest.source.settings));
+        let bpw = experts.manifest().and_then(|manifest| Settings::coded_bpw_of(&manifest.source.settings));
         let step = match bpw.filter(|_| experts.coded) {
             Some(bpw) => {
                 let bpw = f64::from(bpw) / 100.0;
@@ -324,15 +355,42 @@ impl Pair {
             }
             None => None,
         };
+        let made = experts.manifest().map(|manifest| manifest.source.settings.clone());
         let recipe = Recipe::of(experts.manifest().map(|manifest| manifest.source.settings.as_str()));
         Ok(Self {
             checkpoint,
             recipe,
+            made,
+            spec: sources.spec,
+            sources: sources.experts,
             experts: (experts, experts_file, experts_path),
             backbone: (backbone_file, backbone_path),
             pieces,
             step,
         })
+    }
+
+    /// The statistics with which the vault was made, if it was made with any.
+    fn statistics(&self, dir: Option<&Path>, vault: &Path) -> Result<Option<Statistics>, SculptError> {
+        let Some(made) = self.made.as_deref().and_then(|made| made.split_once(" calibration=")) else {
+            return Ok(None);
+        };
+        let refuse = |what: &str| SculptError::Incomparable { path: vault.to_owned(), what: what.to_owned() };
+        let dir = dir.ok_or_else(|| refuse("it was made with statistics: name them with --calibration"))?;
+        let statistics = Statistics::open(dir)?;
+        if made.1 != statistics.name() {
+            return Err(refuse("it was made with other statistics"));
+        }
+        statistics.require(&self.checkpoint.fingerprint()?, &self.spec)?;
+        Ok(Some(statistics))
+    }
+
+    /// The record of a piece of an expert, and its bytes there.
+    fn expert(&self, piece: &Piece) -> Option<(usize, Range<usize>)> {
+        match &piece.place {
+            Place::Expert { record, bytes } => Some((*record, bytes.clone())),
+            Place::Backbone { .. } => None,
+        }
     }
 
     /// Calls `visit` for every piece, its stored bytes read, and sums what it returns by kind.

@@ -9,20 +9,32 @@ use smoe_format::backbone::{self, LayerPart};
 use smoe_format::expert_file::{FileEntry, Manifest, Provenance};
 use smoe_format::spec::{FfnKind, ModelSpec};
 use smoe_format::tile::ROWS;
-use smoe_format::{BackboneTensor, Encoding, ExpertFile, ExpertKey, Projection, entropy, file_name};
+use smoe_format::{
+    BackboneTensor, Encoding, ExpertFile, ExpertKey, Projection, Table, Zero, entropy, file_name,
+};
+use smoe_kernels::Kernels;
 
+use crate::allocate::{Candidate, WIDTHS, allocate};
+use crate::calibrate::Statistics;
 use crate::checkpoint::{Checkpoint, SideFile};
 use crate::coded;
 use crate::config::{family_of, spec_from_config};
+use crate::encode::{Scratch, encode_rows};
 use crate::error::{SculptError, Warning};
 use crate::family::{Family, Place};
-use crate::settings::{Role, Settings};
+use crate::quantise::fit_table;
+use crate::settings::{Recipe, Role, Settings};
 use crate::source::Source;
 use crate::tokenizer;
 use crate::workers::stopped;
 
 /// Weights of a run of rows, a work item's reading unit: 4 MiB as `f32`.
 const RUN_WEIGHTS: usize = 1 << 20;
+/// Weights of each kind to which a table is fitted, from so many experts at most (EXP-QUANT-02).
+const SAMPLED_WEIGHTS: usize = 1 << 18;
+const SAMPLED_EXPERTS: usize = 256;
+/// Experts of a layer by whose first rows the widths of a budget are chosen.
+const MEASURED_EXPERTS: usize = 4;
 /// Names shown of a longer list.
 const EXAMPLES: usize = 5;
 /// Data of the backbone file starts at a multiple of this, and so do its larger tensors: whole cache lines.
@@ -98,6 +110,152 @@ impl Sources {
         }
         warnings.extend(extra_tensors(checkpoint, family, &whole));
         Ok(Self { spec, family, backbone, experts, warnings })
+    }
+
+    /// How the experts of every MoE layer are coded.
+    fn expert_encodings(
+        &self,
+        checkpoint: &Checkpoint,
+        settings: &Settings,
+        stop: &AtomicBool,
+    ) -> Result<BTreeMap<u32, [Encoding; 3]>, SculptError> {
+        let Some(bpw) = settings.bpw else {
+            return self.equal_encodings(checkpoint, settings, stop);
+        };
+        let widths = WIDTHS
+            .map(|bits| self.equal_encodings(checkpoint, &Settings { bits, ..settings.clone() }, stop))
+            .into_iter()
+            .collect::<Result<Vec<_>, _>>()?;
+        let n_experts = self.spec.moe.n_experts as u64;
+        let mut candidates = Vec::new();
+        let mut weights = 0;
+        for layer in self.spec.moe_layers().map(|layer| layer as u32) {
+            for (p, projection) in Projection::ALL.into_iter().enumerate() {
+                let (rows, cols) = projection.shape(&self.spec);
+                let encodings: Vec<(Encoding, u64)> = widths
+                    .iter()
+                    .map(|width| width[&layer][p])
+                    .map(|e| (e, n_experts * e.tensor_bytes(rows, cols).unwrap_or(usize::MAX) as u64))
+                    .collect();
+                let errors = self.errors(checkpoint, (layer, p), &encodings, settings.recipe, stop)?;
+                weights += n_experts * (rows * cols) as u64;
+                candidates.push(Candidate { encodings, errors, projection });
+            }
+        }
+        let chosen = allocate(&candidates, bpw.bytes(weights)).ok_or_else(|| {
+            let least: u64 = candidates.iter().map(|c| c.encodings[0].1).sum();
+            let expected =
+                format!("must be at least {:.3} for this model", 8.0 * least as f64 / weights as f64 + 5e-4);
+            SculptError::Setting { flag: "--bpw", found: bpw.to_string(), expected }
+        })?;
+        let mut chosen = candidates.iter().zip(chosen).map(|(c, i)| c.encodings[i].0);
+        let mut encodings = BTreeMap::new();
+        for layer in self.spec.moe_layers() {
+            let kinds = [Encoding::F32; 3].map(|_| chosen.next().expect("three a layer"));
+            encodings.insert(layer as u32, kinds);
+        }
+        Ok(encodings)
+    }
+
+    /// Squared error over power of a sample of one kind of a layer, under each encoding.
+    fn errors(
+        &self,
+        checkpoint: &Checkpoint,
+        (layer, p): (u32, usize),
+        encodings: &[(Encoding, u64)],
+        recipe: Recipe,
+        stop: &AtomicBool,
+    ) -> Result<Vec<f64>, SculptError> {
+        let mut sums = vec![(0.0, 0.0); encodings.len()];
+        let mut scratch = Scratch::default();
+        let of_layer = || self.experts.iter().filter(|(key, _)| key.layer == layer);
+        let step = of_layer().count().div_ceil(MEASURED_EXPERTS).max(1);
+        for (_, tensors) in of_layer().step_by(step) {
+            if stopped(stop) {
+                return Err(SculptError::Stopped);
+            }
+            let source = &tensors[p];
+            let rows = 0..source.rows.min(ROWS);
+            let mut row = vec![0.0; source.cols];
+            let mut weights = Vec::new();
+            checkpoint.read_rows(source, rows.clone(), &mut scratch.raw, &mut weights)?;
+            for ((error, power), (encoding, _)) in sums.iter_mut().zip(encodings) {
+                encode_rows(checkpoint, source, *encoding, recipe, rows.clone(), &mut scratch)?;
+                for (i, weights) in weights.chunks_exact(source.cols).enumerate() {
+                    encoding.decode_row(&scratch.out, source.cols, i, &mut row);
+                    for (&w, &q) in weights.iter().zip(&row) {
+                        *error += f64::from(w - q).powi(2);
+                        *power += f64::from(w).powi(2);
+                    }
+                }
+            }
+        }
+        Ok(sums.into_iter().map(|(error, power)| if power > 0.0 { error / power } else { 0.0 }).collect())
+    }
+
+    /// The same width everywhere.
+    fn equal_encodings(
+        &self,
+        checkpoint: &Checkpoint,
+        settings: &Settings,
+        stop: &AtomicBool,
+    ) -> Result<BTreeMap<u32, [Encoding; 3]>, SculptError> {
+        let tables =
+            if settings.fits_levels() { self.fit_tables(checkpoint, settings, stop)? } else { [None; 3] };
+        let mut encodings = BTreeMap::new();
+        for layer in self.spec.moe_layers() {
+            let layer = layer as u32;
+            let of_layer = || self.experts.iter().filter(|(key, _)| key.layer == layer);
+            let mut kinds = [Encoding::F32; 3];
+            for (p, projection) in Projection::ALL.into_iter().enumerate() {
+                let source = common_type(of_layer().map(|(_, tensors)| tensors[p].encoding));
+                kinds[p] = settings.encoding(Role::Expert { layer, projection }, source);
+                // Codes that the checkpoint has are affine, or have their own table.
+                if let (Some(table), Encoding::Uniform(uniform)) = (tables[p], kinds[p])
+                    && uniform.zero() == Zero::Symmetric
+                {
+                    kinds[p] = table.into();
+                }
+            }
+            encodings.insert(layer, kinds);
+        }
+        Ok(encodings)
+    }
+
+    /// Fits the tables of gate, up and down, to a sample of experts of all layers.
+    fn fit_tables(
+        &self,
+        checkpoint: &Checkpoint,
+        settings: &Settings,
+        stop: &AtomicBool,
+    ) -> Result<[Option<Table>; 3], SculptError> {
+        let group = settings.group;
+        let step = self.experts.len().div_ceil(SAMPLED_EXPERTS).max(1);
+        let sampled = self.experts.len().div_ceil(step).max(1);
+        let mut tables = [None; 3];
+        let (mut raw, mut values) = (Vec::new(), Vec::new());
+        for (p, table) in tables.iter_mut().enumerate() {
+            let mut sample = Vec::new();
+            // Narrower matrices have one group a row.
+            let cols = self.experts.iter().map(|(_, tensors)| tensors[p].cols).min().unwrap_or(0);
+            let width = group.min(cols / 16 * 16);
+            // By turns from different places, so that no layer is sampled by the same expert always.
+            for (i, (_, tensors)) in self.experts.iter().step_by(step).enumerate() {
+                if stopped(stop) {
+                    return Err(SculptError::Stopped);
+                }
+                let source = &tensors[p];
+                let n = (SAMPLED_WEIGHTS / (sampled * source.cols.max(1))).clamp(1, source.rows);
+                let start = (i * n) % (source.rows - n + 1);
+                checkpoint.read_rows(source, start..start + n, &mut raw, &mut values)?;
+                for row in values.chunks_exact(source.cols) {
+                    let pieces = row.chunks_exact(width.max(1)).filter(|_| width > 0);
+                    sample.extend(pieces.filter(|piece| piece.iter().all(|w| w.is_finite())).flatten());
+                }
+            }
+            *table = fit_table(Kernels::detect(), (settings.bits, group), width.max(16), &sample);
+        }
+        Ok(tables)
     }
 
     /// The checkpoint's name of a backbone tensor.
@@ -340,7 +498,12 @@ pub(crate) fn worker_bytes(plan: &Plan) -> usize {
         true => plan.experts.layers.iter().map(|layer| 3 * layer.record_len).max().unwrap_or(0),
         false => 0,
     };
-    12 * weights + records
+    // With error feedback whole matrices of an expert, two Hessians and their factors.
+    let calibrated = plan.statistics.as_ref().map_or(0, |statistics| {
+        let tensors = plan.experts.layers.iter().flat_map(|layer| &layer.tensors);
+        3 * statistics.bytes() as usize + 16 * tensors.map(|t| t.rows * t.cols).max().unwrap_or(0)
+    });
+    12 * weights + records + calibrated
 }
 
 /// The type that holds all weights of all `sources` without loss.
@@ -368,6 +531,8 @@ pub(crate) struct Plan {
     /// Width of a row's cells in its mean magnitudes, where experts' codes are those of one step a row. Their records'
     /// lengths in `experts` are then what is to be expected.
     pub step: Option<f32>,
+    /// With which experts' errors are fed back.
+    pub statistics: Option<Statistics>,
 }
 
 /// Bytes of records of so many hundredths of a bit a weight.
@@ -383,9 +548,12 @@ fn estimated_lengths(experts: &ExpertFile, bpw: u16) -> Vec<u64> {
 impl Plan {
     pub fn new(checkpoint: &Checkpoint, settings: &Settings, stop: &AtomicBool) -> Result<Self, SculptError> {
         settings.validate()?;
+        let statistics = settings.calibration.as_deref().map(Statistics::open).transpose()?;
         let mut sources = Sources::find(checkpoint, settings, stop)?;
-        let provenance =
-            Provenance { fingerprint: checkpoint.fingerprint()?, settings: settings.canonical() };
+        let provenance = Provenance {
+            fingerprint: checkpoint.fingerprint()?,
+            settings: settings.canonical(statistics.as_ref()),
+        };
         let tensors = sources.backbone.iter().map(|&(tensor, source)| (tensor, source, source.encoding));
         let backbone = BackboneLayout::new(&sources.spec, settings, tensors)?;
         let side_files = checkpoint.side_files()?;
@@ -397,24 +565,23 @@ impl Plan {
         let mut files = vec![FileEntry::new(file_name::BACKBONE, backbone.file_len, 0)];
         files.extend(side_files.iter().map(|side| FileEntry::new(side.name, side.len(), 0)));
         let manifest = Manifest { spec: sources.spec.clone(), source: provenance.clone(), files };
-        let mut encodings = BTreeMap::new();
-        for layer in sources.spec.moe_layers() {
-            let layer = layer as u32;
-            let of_layer = || sources.experts.iter().filter(|(key, _)| key.layer == layer);
-            let mut kinds = [Encoding::F32; 3];
-            for (p, projection) in Projection::ALL.into_iter().enumerate() {
-                let source = common_type(of_layer().map(|(_, tensors)| tensors[p].encoding));
-                let row = settings
-                    .bpw
-                    .and_then(|_| coded::row_encoding(settings.group, projection.shape(&sources.spec).1));
-                let usual = settings.encoding(Role::Expert { layer, projection }, source);
-                // A source that is kept has an encoding of its own.
-                kinds[p] = row.filter(|_| usual != source).map_or(usual, Encoding::Uniform);
+        if let Some(statistics) = &statistics {
+            statistics.require(&provenance.fingerprint, &sources.spec)?;
+        }
+        let mut encodings = sources.expert_encodings(checkpoint, settings, stop)?;
+        if settings.coded_bpw.is_some() {
+            for (layer, kinds) in &mut encodings {
+                for (p, projection) in Projection::ALL.into_iter().enumerate() {
+                    let of_layer = sources.experts.iter().filter(|(key, _)| key.layer == *layer);
+                    let source = common_type(of_layer.map(|(_, tensors)| tensors[p].encoding));
+                    let row = coded::row_encoding(settings.group, projection.shape(&sources.spec).1);
+                    // A source that is kept has an encoding of its own.
+                    kinds[p] = row.filter(|_| kinds[p] != source).map_or(kinds[p], Encoding::Uniform);
+                }
             }
-            encodings.insert(layer, kinds);
         }
         let mut experts = ExpertFile::plan(manifest, |layer| encodings[&layer])?;
-        let step = match settings.bpw {
+        let step = match settings.coded_bpw {
             Some(bpw) => {
                 experts.set_coded(&estimated_lengths(&experts, bpw));
                 let bpw = f64::from(bpw) / 100.0;
@@ -426,7 +593,25 @@ impl Plan {
             let used: Vec<u64> = experts.records.iter().map(|record| record.used).collect();
             experts.set_coded(&used);
         }
-        Ok(Self { sources, provenance, experts, backbone, side_files, step })
+        Ok(Self { sources, provenance, experts, backbone, side_files, step, statistics })
+    }
+
+    /// Encodings of gate, up and down, layers that follow each other with the same ones in one line.
+    pub fn widths(&self) -> Vec<String> {
+        let mut lines: Vec<(u32, u32, [Encoding; 3])> = Vec::new();
+        for table in &self.experts.layers {
+            let kinds = table.tensors.map(|t| t.encoding);
+            match lines.last_mut() {
+                Some((_, last, same)) if *same == kinds => *last = table.layer,
+                _ => lines.push((table.layer, table.layer, kinds)),
+            }
+        }
+        let line = |(first, last, [gate, up, down]): &(u32, u32, [Encoding; 3])| {
+            let layers =
+                if first == last { format!("layer {first}") } else { format!("layers {first}-{last}") };
+            format!("{layers}: gate {gate}, up {up}, down {down}")
+        };
+        lines.iter().map(line).collect()
     }
 
     /// Bytes of the vault.

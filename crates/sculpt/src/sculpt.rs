@@ -77,6 +77,9 @@ pub fn sculpt_of(
     cancel: &AtomicBool,
 ) -> Result<Outcome, SculptError> {
     settings.validate()?;
+    if files.arrives() {
+        settings.refuse_ahead()?;
+    }
     let vault = &place(vault)?;
     progress.phase("reading headers");
     let checkpoint = Checkpoint::open_of(checkpoint, settings.tokenizer.as_deref(), files)?;
@@ -86,6 +89,9 @@ pub fn sculpt_of(
     refuse_loss(&plan, settings)?;
     for warning in &plan.sources.warnings {
         progress.warn(&warning.to_string());
+    }
+    if settings.bpw.is_some() {
+        plan.widths().iter().for_each(|line| progress.note(line));
     }
     if !settings.force && is_complete(vault, &plan.provenance)? {
         remove_old(vault, progress)?;
@@ -605,6 +611,8 @@ pub struct DryRun {
     pub active_weights: u64,
     /// Encoding of gate, up and down of the first MoE layer, `q4/64` for example.
     pub expert_encodings: [String; 3],
+    /// Encodings of all layers, in words.
+    pub widths: Vec<String>,
     /// Routed experts in all.
     pub experts: usize,
     /// Bytes of the largest record: what one slot holds.
@@ -653,6 +661,9 @@ pub fn dry_run_of(
     settings: &Settings,
     cancel: &AtomicBool,
 ) -> Result<DryRun, SculptError> {
+    if files.arrives() {
+        settings.refuse_ahead()?;
+    }
     let checkpoint = Checkpoint::open_of(checkpoint, settings.tokenizer.as_deref(), files)?;
     checkpoint.expect_samples(files)?;
     let settings = &settings.settled(checkpoint.is_coded());
@@ -688,6 +699,7 @@ pub fn dry_run_of(
         checkpoint_bytes: checkpoint.bytes(),
         weights: backbone_weights + n_moe * spec.moe.n_experts as u64 * per_expert,
         active_weights: backbone_weights - embedding_weights + n_moe * spec.moe.top_k as u64 * per_expert,
+        widths: plan.widths(),
         expert_encodings: layers[0].tensors.map(|t| t.encoding.to_string()),
         experts: plan.experts.records.len(),
         record_bytes: layers.iter().map(|l| l.record_len as u64).max().unwrap_or(0),

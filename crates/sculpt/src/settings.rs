@@ -6,6 +6,7 @@ use std::str::FromStr;
 
 use smoe_format::{BackboneTensor, Encoding, Projection, Uniform, Zero};
 
+use crate::calibrate::Statistics;
 use crate::error::SculptError;
 use crate::source::evened;
 
@@ -23,12 +24,18 @@ pub struct Settings {
     /// Bits of a code of the routed experts: 2, 3, 4, 5, 6 or 8; 16 keeps their weights as they are, whatever
     /// float type that is.
     pub bits: u8,
+    /// A budget for the routed experts, codes and scales, instead of `bits`: widths then differ by tensor kind and layer.
+    pub bpw: Option<BitsPerWeight>,
     /// Weights that share a scale: 32, 64 or 128. Means nothing for 16 bits.
     pub group: usize,
     /// The backbone's matrices.
     pub backbone: BackboneBits,
     /// How scales are found.
     pub recipe: Recipe,
+    /// What the experts' codes of at most 4 bits stand for, where scales are searched.
+    pub levels: Levels,
+    /// Statistics of what the experts see ([`crate::calibrate`]), with which errors are fed back.
+    pub calibration: Option<PathBuf>,
     /// Experts that the checkpoint has as codes keep them, whatever `bits` says, if the vault has an encoding
     /// for such codes. Means nothing for floats.
     pub keep_experts: bool,
@@ -41,7 +48,7 @@ pub struct Settings {
     /// Hundredths of a bit that an expert's weight may take on the disk, 150 to 390, scales counted, padding not:
     /// codes are then those of one step a row, as wide as that allows. Needs `entropy`; without it, codes are those
     /// of `bits` and `group`, or the checkpoint's, and take what they take.
-    pub bpw: Option<u16>,
+    pub coded_bpw: Option<u16>,
     /// Where tokenizer and templates are, if not beside the weights or in them.
     pub tokenizer: Option<PathBuf>,
     /// Keep only the first layers.
@@ -58,20 +65,59 @@ impl Default for Settings {
     fn default() -> Self {
         Self {
             bits: 4,
+            bpw: None,
             group: 64,
             backbone: BackboneBits::Q8,
             recipe: Recipe::Searched,
+            levels: Levels::Fitted,
+            calibration: None,
             keep_experts: true,
             keep_backbone: true,
             lossless: false,
             entropy: false,
-            bpw: None,
+            coded_bpw: None,
             tokenizer: None,
             max_layers: None,
             max_experts: None,
             threads: None,
             force: false,
         }
+    }
+}
+
+/// Bits per weight, in thousandths.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct BitsPerWeight(u32);
+
+impl BitsPerWeight {
+    /// In hundredths, rounded.
+    #[must_use]
+    pub fn hundredths(self) -> u16 {
+        u16::try_from((self.0 + 5) / 10).unwrap_or(u16::MAX)
+    }
+
+    /// Bytes that so many weights may have.
+    pub(crate) fn bytes(self, weights: u64) -> u64 {
+        (u128::from(weights) * u128::from(self.0) / 8000) as u64
+    }
+}
+
+impl fmt::Display for BitsPerWeight {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", f64::from(self.0) / 1000.0)
+    }
+}
+
+impl FromStr for BitsPerWeight {
+    type Err = SculptError;
+
+    fn from_str(s: &str) -> Result<Self, SculptError> {
+        let bits = s.parse::<f64>().ok().filter(|bits| (1.0..=16.0).contains(bits));
+        bits.map(|bits| Self((bits * 1000.0).round() as u32)).ok_or_else(|| SculptError::Setting {
+            flag: "--bpw",
+            found: s.to_owned(),
+            expected: "must be bits per weight, 1 to 16, such as 3.25".to_owned(),
+        })
     }
 }
 
@@ -192,6 +238,47 @@ impl FromStr for Recipe {
     }
 }
 
+/// What codes stand for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Levels {
+    /// Evenly spaced levels.
+    Uniform,
+    /// A table of signed bytes for each of gate, up and down, fitted to the checkpoint's weights (EXP-QUANT-02).
+    Fitted,
+}
+
+impl Levels {
+    /// Both.
+    pub const ALL: [Self; 2] = [Self::Uniform, Self::Fitted];
+
+    /// Its name on the command line.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Uniform => "uniform",
+            Self::Fitted => "fitted",
+        }
+    }
+}
+
+impl fmt::Display for Levels {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Levels {
+    type Err = SculptError;
+
+    fn from_str(s: &str) -> Result<Self, SculptError> {
+        Self::ALL.into_iter().find(|levels| levels.name() == s).ok_or_else(|| SculptError::Setting {
+            flag: "--levels",
+            found: s.to_owned(),
+            expected: "must be uniform or fitted".to_owned(),
+        })
+    }
+}
+
 /// A tensor's place in the model, as far as its encoding may depend on it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Role {
@@ -220,7 +307,7 @@ impl Settings {
         if self.entropy && !matches!(self.bits, 4 | 16) {
             return bad("--bits", usize::from(self.bits), "must be 4, or not given, with --entropy");
         }
-        if let Some(bpw) = self.bpw {
+        if let Some(bpw) = self.coded_bpw {
             let found = || format!("{:.2}", f64::from(bpw) / 100.0);
             let wrong = |expected: &str| SculptError::Setting {
                 flag: "--bpw",
@@ -238,6 +325,14 @@ impl Settings {
                 return Err(wrong("decides the codes, so that there are none to keep"));
             }
         }
+        if self.entropy && self.calibration.is_some() {
+            let (found, expected) = ("given".to_owned(), "must not be given with --entropy".to_owned());
+            return Err(SculptError::Setting { flag: "--calibration", found, expected });
+        }
+        if self.lossless && self.bpw.is_some() {
+            let (found, expected) = ("given".to_owned(), "must not be given with --lossless".to_owned());
+            return Err(SculptError::Setting { flag: "--bpw", found, expected });
+        }
         if self.lossless && self.bits != 16 {
             return bad("--bits", usize::from(self.bits), "must be 16, or not given, with --lossless");
         }
@@ -245,6 +340,12 @@ impl Settings {
             let (found, expected) =
                 (self.backbone.to_string(), "must be bf16, or not given, with --lossless");
             return Err(SculptError::Setting { flag: "--backbone", found, expected: expected.to_owned() });
+        }
+        if self.calibration.is_some()
+            && (self.recipe == Recipe::Absmax || (self.bits == 16 && self.bpw.is_none()))
+        {
+            let (found, expected) = ("given".to_owned(), "needs --recipe searched and --bits 8 or less");
+            return Err(SculptError::Setting { flag: "--calibration", found, expected: expected.to_owned() });
         }
         for (flag, value) in [
             ("--max-layers", self.max_layers),
@@ -260,10 +361,11 @@ impl Settings {
 
     /// The settings that decide the bytes, as one line.
     #[must_use]
-    pub fn canonical(&self) -> String {
-        let experts = match self.bits {
-            16 => "experts=source".to_owned(),
-            bits => format!("experts=q{bits}/{}", self.group),
+    pub fn canonical(&self, statistics: Option<&Statistics>) -> String {
+        let experts = match (self.bpw, self.bits) {
+            (Some(bpw), _) => format!("experts=bpw{bpw}/{}", self.group),
+            (None, 16) => "experts=source".to_owned(),
+            (None, bits) => format!("experts=q{bits}/{}", self.group),
         };
         let backbone = match self.backbone {
             BackboneBits::Bf16 => "source".to_owned(),
@@ -277,12 +379,15 @@ impl Settings {
             (false, false) => " recoded=all",
         };
         // Equal vaults have equal settings: 8-bit codes and floats know no recipe.
-        let recipe = match (self.recipe.at(self.bits), self.recipe.at(self.backbone.bits())) {
+        let bits = if self.bpw.is_some() { 2 } else { self.bits };
+        let recipe = match (self.recipe.at(bits), self.recipe.at(self.backbone.bits())) {
             (Recipe::Absmax, Recipe::Absmax) => String::new(),
             _ => format!(" recipe={}", self.recipe),
         };
+        let statistics = statistics.map_or_else(String::new, |s| format!(" calibration={}", s.name()));
+        let levels = if self.fits_levels() { " levels=fitted" } else { "" };
         format!(
-            "codec={CODEC} {experts} backbone={backbone} max-layers={} max-experts={}{recoded}{recipe}{}",
+            "codec={CODEC} {experts} backbone={backbone} max-layers={} max-experts={}{recoded}{recipe}{levels}{statistics}{}",
             cut(self.max_layers),
             cut(self.max_experts),
             self.coded(),
@@ -290,17 +395,40 @@ impl Settings {
     }
 
     fn coded(&self) -> String {
-        match (self.entropy, self.bpw) {
+        match (self.entropy, self.coded_bpw) {
             (false, _) => String::new(),
             (true, None) => " entropy".to_owned(),
             (true, Some(bpw)) => format!("{BPW}{}.{:02}", bpw / 100, bpw % 100),
         }
     }
 
-    /// The `bpw` that a canonical line names.
-    pub(crate) fn bpw_of(canonical: &str) -> Option<u16> {
+    /// The `coded_bpw` that a canonical line names.
+    pub(crate) fn coded_bpw_of(canonical: &str) -> Option<u16> {
         let (whole, hundredths) = canonical.split_once(BPW)?.1.split_once('.')?;
         Some(100 * whole.parse::<u16>().ok()? + hundredths.parse::<u16>().ok()?)
+    }
+
+    /// Refuses what is decided by weights before any is coded: they are not there yet while they arrive.
+    pub(crate) fn refuse_ahead(&self) -> Result<(), SculptError> {
+        let refused = |flag, found: String, expected: &str| {
+            let expected =
+                format!("{expected} while weights arrive: levels and widths are fitted to all of them");
+            Err(SculptError::Setting { flag, found, expected })
+        };
+        match self.bpw {
+            Some(bpw) => refused("--bpw", bpw.to_string(), "must not be given"),
+            None if self.entropy => refused("--entropy", "given".to_owned(), "must not be given"),
+            None if self.fits_levels() => refused("--levels", self.levels.to_string(), "must be uniform"),
+            None => Ok(()),
+        }
+    }
+
+    /// True if experts' codes get levels of their own: entropy codes are of even levels.
+    pub(crate) fn fits_levels(&self) -> bool {
+        self.levels == Levels::Fitted
+            && !self.entropy
+            && self.recipe == Recipe::Searched
+            && (self.bpw.is_some() || matches!(self.bits, 2..=4))
     }
 
     /// The same for a checkpoint of floats, where there are no codes to keep: one name for equal vaults.
@@ -344,11 +472,11 @@ mod tests {
 
     #[test]
     fn only_what_decides_the_bytes_is_canonical() {
-        let line = |settings: &Settings| settings.canonical();
+        let line = |settings: &Settings| settings.canonical(None);
         let base = Settings::default();
         let plain = Settings { recipe: Recipe::Absmax, ..base.clone() };
         assert_eq!(line(&plain), "codec=2 experts=q4/64 backbone=q8/64 max-layers=all max-experts=all");
-        assert_eq!(line(&base), format!("{} recipe=searched", line(&plain)));
+        assert_eq!(line(&base), format!("{} recipe=searched levels=fitted", line(&plain)));
         for settings in [&base, &plain] {
             assert_eq!(Recipe::of(Some(&line(settings))), settings.recipe);
             let eight = Settings { bits: 8, ..(*settings).clone() };
@@ -360,24 +488,24 @@ mod tests {
         assert_eq!(line(&raw), line(&Settings { group: 32, ..raw.clone() }));
         assert_ne!(line(&raw), line(&Settings { backbone: BackboneBits::Bf16, ..raw.clone() }));
         assert_ne!(line(&base), line(&Settings { max_layers: Some(3), ..base.clone() }));
-        let coded = Settings { entropy: true, bpw: Some(305), ..base.clone() };
+        let coded = Settings { entropy: true, coded_bpw: Some(305), ..base.clone() };
         assert_eq!(line(&coded), line(&base) + " entropy bpw=3.05");
-        assert_eq!(Settings::bpw_of(&line(&coded)), Some(305));
-        let kept = Settings { bpw: None, ..coded };
-        assert_eq!((line(&kept), Settings::bpw_of(&line(&kept))), (line(&base) + " entropy", None));
+        assert_eq!(Settings::coded_bpw_of(&line(&coded)), Some(305));
+        let kept = Settings { coded_bpw: None, ..coded };
+        assert_eq!((line(&kept), Settings::coded_bpw_of(&line(&kept))), (line(&base) + " entropy", None));
     }
 
     #[test]
     fn what_cannot_be_entropy_coded_is_refused() {
-        let coded = Settings { entropy: true, bpw: Some(325), ..Settings::default() };
+        let coded = Settings { entropy: true, coded_bpw: Some(325), ..Settings::default() };
         assert!(coded.validate().is_ok());
-        assert!(Settings { bpw: None, bits: 16, ..coded.clone() }.validate().is_ok());
+        assert!(Settings { coded_bpw: None, bits: 16, ..coded.clone() }.validate().is_ok());
         for (bad, flag) in [
             (Settings { bits: 3, ..coded.clone() }, "--bits"),
             (Settings { bits: 16, ..coded.clone() }, "--bpw"),
             (Settings { entropy: false, ..coded.clone() }, "--bpw"),
-            (Settings { bpw: Some(425), ..coded.clone() }, "--bpw"),
-            (Settings { bpw: Some(100), ..coded }, "--bpw"),
+            (Settings { coded_bpw: Some(425), ..coded.clone() }, "--bpw"),
+            (Settings { coded_bpw: Some(100), ..coded }, "--bpw"),
         ] {
             match bad.validate() {
                 Err(SculptError::Setting { flag: found, .. }) => assert_eq!(found, flag),

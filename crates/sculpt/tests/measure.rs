@@ -38,8 +38,8 @@ fn what_is_kept_has_no_error_and_coarser_codes_have_more() {
         }
         snr.push(["expert down", "q", "head", "shared_up", "dense gate"].map(|kind| of(kind).snr_db));
         assert_eq!(of("expert gate").weights, 2 * 5 * 48 * 64);
-        let codes =
-            compare_codes(&checkpoint, &vault, Some(2), &(), &AtomicBool::new(false)).expect("compared");
+        let codes = compare_codes(&checkpoint, &vault, None, Some(2), &(), &AtomicBool::new(false))
+            .expect("compared");
         assert!(codes.iter().all(|c| c.different_codes == 0 && c.different_scales == 0 && c.equal_codes > 0));
     }
     assert_eq!(snr[0], [f64::INFINITY; 5]);
@@ -63,8 +63,8 @@ fn searched_scales_err_less_and_are_compared_as_such() {
             let vault = dir.path().join(format!("{bits}-{}", settings.recipe));
             run(&checkpoint, &vault, &settings).expect("sculpted");
             assert!(verify(&vault, None, &(), &AtomicBool::new(false)).expect("read").problems.is_empty());
-            let codes =
-                compare_codes(&checkpoint, &vault, None, &(), &AtomicBool::new(false)).expect("compared");
+            let codes = compare_codes(&checkpoint, &vault, None, None, &(), &AtomicBool::new(false))
+                .expect("compared");
             assert!(codes.iter().all(|c| c.different_codes == 0 && c.different_scales == 0), "{codes:?}");
             errors(&checkpoint, &vault, 1)
         });
@@ -89,7 +89,8 @@ fn another_models_vault_is_not_compared() {
 fn the_originals_pair_has_our_codes_our_scales_and_our_errors() {
     let Some(checkpoint) = shared("fixtures/qwen3_moe") else { return };
     let Some(theirs) = shared("fixtures/original-vault-v2/qwen3_moe.smoe") else { return };
-    let codes = compare_codes(&checkpoint, &theirs, Some(2), &(), &AtomicBool::new(false)).expect("compared");
+    let codes =
+        compare_codes(&checkpoint, &theirs, None, Some(2), &(), &AtomicBool::new(false)).expect("compared");
     for c in &codes {
         eprintln!(
             "{:12} codes {} equal, {} different; scales {} equal, {} different",

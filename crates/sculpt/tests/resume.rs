@@ -19,7 +19,7 @@ fn ours() -> Settings {
 
 /// Records whose lengths, and so whose places, are known only once they are made.
 fn coded() -> Settings {
-    Settings { entropy: true, bpw: Some(300), group: 32, ..ours() }
+    Settings { entropy: true, coded_bpw: Some(300), group: 32, ..ours() }
 }
 
 /// Written while a process is started: between fork and exec it holds the files of the other tests, locks included,

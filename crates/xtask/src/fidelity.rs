@@ -4,6 +4,7 @@
 //! time, so that only one dialogue's reference is ever held. Scored are the positions that predict a token of an
 //! answer; text that every dialogue repeats would flatter the figures.
 
+mod calibration;
 mod report;
 mod score;
 
@@ -14,7 +15,7 @@ use std::time::Instant;
 use serde_json::Value;
 use smoe_engine::plan::PlanRequest;
 use smoe_engine::{Engine, EngineOptions, KvType, Vault};
-use smoe_sculpt::{BackboneBits, Settings, sculpt};
+use smoe_sculpt::{BackboneBits, Levels, Settings, sculpt};
 use smoe_testkit::shared_path;
 use smoe_text::{Dialogue, ModelText, TemplateInput};
 use tempfile::TempDir;
@@ -44,38 +45,103 @@ struct Recipe {
     backbone: BackboneBits,
     exact: bool,
     kv: Option<KvType>,
+    coding: Coding,
     /// Entropy-coded, so many hundredths of a bit a weight.
-    bpw: Option<u16>,
+    coded_bpw: Option<u16>,
 }
 
+/// How codes are chosen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Coding {
+    Absmax,
+    Searched(Levels),
+    Calibrated(Levels),
+}
+
+impl Coding {
+    /// All of them, the plainest first.
+    const ALL: [Self; 5] = [
+        Self::Absmax,
+        Self::Searched(Levels::Uniform),
+        Self::Searched(Levels::Fitted),
+        Self::Calibrated(Levels::Uniform),
+        Self::Calibrated(Levels::Fitted),
+    ];
+
+    fn label(self) -> String {
+        match self {
+            Self::Absmax => "absmax".to_owned(),
+            Self::Searched(levels) => format!("searched, {levels} levels"),
+            Self::Calibrated(levels) => format!("calibrated, {levels} levels"),
+        }
+    }
+}
+
+/// Where the statistics are.
+const STATS: &str = "stats";
+
 /// Hundredths of a bit of the entropy-coded recipes: between the widths, and near them.
-const BPW: [u16; 6] = [380, 360, 340, 325, 260, 230];
+const CODED_BPW: [u16; 6] = [380, 360, 340, 325, 260, 230];
 
 /// The widths, finest first; 16 is the reference.
 const BITS: [u8; 6] = [8, 6, 5, 4, 3, 2];
 
 impl Recipe {
-    const REFERENCE: Self =
-        Self { bits: 16, backbone: BackboneBits::Bf16, exact: false, kv: None, bpw: None };
-    const SHIPPED: Self = Self { bits: 4, backbone: BackboneBits::Q8, ..Self::REFERENCE };
+    const REFERENCE: Self = Self {
+        bits: 16,
+        backbone: BackboneBits::Bf16,
+        exact: false,
+        kv: None,
+        coding: Coding::Absmax,
+        coded_bpw: None,
+    };
+    const SHIPPED: Self = Self {
+        bits: 4,
+        backbone: BackboneBits::Q8,
+        coding: Coding::Searched(Levels::Fitted),
+        ..Self::REFERENCE
+    };
 
     /// All of them, the reference first.
     fn all() -> Vec<Self> {
         let plain = BITS.map(|bits| Self { bits, ..Self::REFERENCE });
         let exact = BITS.map(|bits| Self { bits, exact: true, ..Self::REFERENCE });
         let kv = Self { kv: Some(KvType::Q8), ..Self::SHIPPED };
-        let coded = BPW.map(|bpw| Self { bits: 4, bpw: Some(bpw), ..Self::REFERENCE });
-        let plain = [Self::REFERENCE].into_iter().chain(plain).chain(exact);
-        plain.chain([Self::SHIPPED, kv]).chain(coded).collect()
+        let coded = CODED_BPW.map(|bpw| Self { bits: 4, coded_bpw: Some(bpw), ..Self::REFERENCE });
+        let low = [4, 3, 2].into_iter().flat_map(|bits| {
+            Coding::ALL[1..].iter().map(move |&coding| Self { bits, coding, ..Self::REFERENCE })
+        });
+        [Self::REFERENCE]
+            .into_iter()
+            .chain(plain)
+            .chain(exact)
+            .chain(low)
+            .chain([Self::SHIPPED, kv])
+            .chain(coded)
+            .collect()
+    }
+
+    /// Of its vault.
+    fn name(self) -> String {
+        format!(
+            "{}-{}-{}-{}",
+            self.bits,
+            self.backbone,
+            self.coding.label().replace(", ", "-").replace(' ', "-"),
+            self.coded_bpw.unwrap_or(0)
+        )
     }
 
     fn label(self) -> String {
-        let bits = match (self.bits, self.bpw) {
+        let bits = match (self.bits, self.coded_bpw) {
             (16, _) => "bf16".to_owned(),
             (bits, None) => format!("{bits} bits"),
             (_, Some(bpw)) => format!("entropy-coded, {:.2} bits", f64::from(bpw) / 100.0),
         };
         let mut label = format!("{bits}, backbone {}", self.backbone);
+        if self.coding != Coding::Absmax {
+            label += &format!(", {}", self.coding.label());
+        }
         if self.exact {
             label += ", --exact";
         }
@@ -110,8 +176,15 @@ pub fn run(args: &Args) -> Result<()> {
     let count = dialogues.messages.len();
 
     let scratch = tempfile::tempdir()?;
-    let mut subjects =
-        Recipe::all().into_iter().map(|r| open(r, &checkpoint, &scratch)).collect::<Result<Vec<_>>>()?;
+    // The reference first: it calibrates the others.
+    let mut subjects = Vec::new();
+    for recipe in Recipe::all() {
+        subjects.push(open(recipe, &checkpoint, &scratch)?);
+        if subjects.len() == 1 {
+            let vault = scratch.path().join(recipe.name());
+            calibration::calibrate(&vault, &mut subjects[0].engine, &dialogues, &scratch.path().join(STATS))?;
+        }
+    }
     let vocab_size = subjects[0].engine.spec().vocab_size;
     let mut logits = Logits::new(vocab_size);
     let (mut tokens_seen, mut answers_seen) = (0, 0);
@@ -162,14 +235,21 @@ pub fn run(args: &Args) -> Result<()> {
 
 /// Sculpts a recipe's vault, if it is not there, and opens it.
 fn open(recipe: Recipe, checkpoint: &Path, scratch: &TempDir) -> Result<Subject> {
-    let bpw = recipe.bpw.unwrap_or(0);
-    let path = scratch.path().join(format!("{}-{}-{bpw}", recipe.bits, recipe.backbone));
+    let path = scratch.path().join(recipe.name());
+    let (recipe_of, levels, calibrated) = match recipe.coding {
+        Coding::Absmax => (smoe_sculpt::Recipe::Absmax, Levels::Uniform, false),
+        Coding::Searched(levels) => (smoe_sculpt::Recipe::Searched, levels, false),
+        Coding::Calibrated(levels) => (smoe_sculpt::Recipe::Searched, levels, true),
+    };
     let settings = Settings {
         bits: recipe.bits,
         backbone: recipe.backbone,
-        entropy: recipe.bpw.is_some(),
-        bpw: recipe.bpw,
-        group: if recipe.bpw.is_some() { 128 } else { 64 },
+        entropy: recipe.coded_bpw.is_some(),
+        coded_bpw: recipe.coded_bpw,
+        group: if recipe.coded_bpw.is_some() { 128 } else { 64 },
+        recipe: recipe_of,
+        levels,
+        calibration: calibrated.then(|| scratch.path().join(STATS)),
         ..Settings::default()
     };
     sculpt(checkpoint, &path, &settings, &(), &AtomicBool::new(false))?;

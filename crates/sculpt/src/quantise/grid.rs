@@ -2,14 +2,18 @@
 
 use std::ops::Range;
 
+use smoe_format::Table;
+
 /// Adding and taking away 1.5 * 2^23 rounds what is below 2^22 to integers, ties to even.
 const UNITS: f32 = 12_582_912.0;
 
-/// Levels in ascending order, in units of a *step*: a weight is `level * step`, and the scale that is stored is
-/// `peak * step`.
+/// Levels in ascending order, in units of a *step*: a weight is `level * step`.
 pub(crate) trait Grid: Copy + Sync {
-    /// The magnitude that a scale stands for.
-    fn peak(self) -> f32;
+    /// The scale that is stored, in steps.
+    fn scale(self) -> f32;
+
+    /// The largest magnitude of a level.
+    fn reach(self) -> f32;
 
     /// True if the levels are the same with their signs turned, so that the sign of a scale means nothing.
     fn is_symmetric(self) -> bool;
@@ -33,7 +37,12 @@ pub(crate) struct UniformGrid {
 
 impl Grid for UniformGrid {
     #[inline(always)]
-    fn peak(self) -> f32 {
+    fn scale(self) -> f32 {
+        f32::from(self.max_code)
+    }
+
+    #[inline(always)]
+    fn reach(self) -> f32 {
         f32::from(self.max_code)
     }
 
@@ -62,6 +71,83 @@ impl Grid for UniformGrid {
     }
 }
 
+/// The `K` levels of a table, in ascending order.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct TableGrid<const K: usize> {
+    levels: [f32; K],
+    /// Half-way between each level and the one before; nothing reaches the first.
+    bounds: [f32; K],
+    reach: f32,
+    symmetric: bool,
+}
+
+impl<const K: usize> TableGrid<K> {
+    /// Of levels in any order.
+    pub fn new(mut levels: [f32; K]) -> Self {
+        levels.sort_by(f32::total_cmp);
+        let mut bounds = [f32::INFINITY; K];
+        for i in 1..K {
+            bounds[i] = 0.5 * (levels[i - 1] + levels[i]);
+        }
+        Self {
+            levels,
+            bounds,
+            reach: levels[0].abs().max(levels[K - 1].abs()),
+            symmetric: (0..K).all(|i| levels[i] == -levels[K - 1 - i]),
+        }
+    }
+
+    /// Of a table whose levels ascend.
+    pub fn of(table: &Table) -> Self {
+        let levels = table.levels();
+        Self::new(std::array::from_fn(|i| f32::from(levels[i])))
+    }
+
+    pub const fn levels(&self) -> &[f32; K] {
+        &self.levels
+    }
+}
+
+impl<const K: usize> Grid for TableGrid<K> {
+    #[inline(always)]
+    fn scale(self) -> f32 {
+        1.0
+    }
+
+    #[inline(always)]
+    fn reach(self) -> f32 {
+        self.reach
+    }
+
+    #[inline(always)]
+    fn is_symmetric(self) -> bool {
+        self.symmetric
+    }
+
+    #[inline(always)]
+    fn clips(self) -> Range<f32> {
+        clips((K - 1) as u8)
+    }
+
+    #[inline(always)]
+    fn nearest(self, x: f32) -> f32 {
+        let mut level = self.levels[0];
+        for i in 1..K {
+            level = if x > self.bounds[i] { self.levels[i] } else { level };
+        }
+        level
+    }
+
+    #[inline(always)]
+    fn code(self, level: f32) -> u8 {
+        let mut code = 0;
+        for i in 1..K {
+            code += u8::from(level >= self.levels[i]);
+        }
+        code
+    }
+}
+
 /// The share of a group's largest magnitude that its scale should stand for, at least and at most: the fewer levels,
 /// the more is clipped (EXP-QUANT-01).
 #[inline(always)]
@@ -77,6 +163,19 @@ fn clips(max_code: u8) -> Range<f32> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn levels_of_a_table_are_the_nearest_and_have_their_codes() {
+        let levels = [-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0];
+        let grid = TableGrid::new(levels);
+        assert!(!grid.is_symmetric() && TableGrid::new([-3.0, 1.0, -1.0, 3.0]).is_symmetric());
+        for i in -2000..300 {
+            let x = i as f32 * 0.0937;
+            let best = levels.iter().map(|l| (l - x).abs()).fold(f32::MAX, f32::min);
+            assert!(((grid.nearest(x) - x).abs() - best).abs() < 1e-4, "{x}");
+            assert_eq!(levels[usize::from(grid.code(grid.nearest(x)))], grid.nearest(x));
+        }
+    }
 
     #[test]
     fn uniform_levels_are_the_nearest_odd_integers() {

@@ -1,35 +1,87 @@
 //! How weights become codes when more than rounding is wanted.
 //!
-//! [`grid`]: what codes stand for; [`search`]: the scale of a group. Loops here are plain, and compiled for the machine's
+//! [`grid`]: what codes stand for; [`fit`]: tables of levels; [`search`]: the scale of a group; [`factor`] and
+//! [`feedback`]: errors made up for in later columns. Loops here are plain, and compiled for the machine's
 //! vectors (`Kernels::compiled`); their bits are the same on every machine.
 
+mod factor;
+mod feedback;
+mod fit;
 mod grid;
 mod search;
 
-use smoe_format::Uniform;
 use smoe_format::tile::{self, ROWS};
+use smoe_format::{Encoding, Uniform, Zero};
 use smoe_kernels::{Kernels, Loops};
 
-use grid::{Grid, UniformGrid};
+pub(crate) use factor::{Feedback, Square};
+pub(crate) use feedback::encode_with_feedback;
+pub(crate) use fit::fit_table;
+use grid::{Grid, TableGrid, UniformGrid};
 
 /// The longest group.
 const MAX_GROUP: usize = 128;
+
+/// Something to do with the grid of an encoding, whatever its type.
+trait WithGrid {
+    type Out;
+    fn with<G: Grid>(self, grid: G) -> Self::Out;
+}
+
+/// Does it. A table has its levels in ascending order, or its codes would be others.
+fn with_grid<W: WithGrid>(encoding: Encoding, work: W) -> W::Out {
+    match encoding {
+        Encoding::Table(table) => match table.bits() {
+            2 => work.with(TableGrid::<4>::of(&table)),
+            3 => work.with(TableGrid::<8>::of(&table)),
+            _ => work.with(TableGrid::<16>::of(&table)),
+        },
+        Encoding::Uniform(uniform) => work.with(UniformGrid { max_code: uniform.max_code() }),
+        Encoding::F32 | Encoding::F16 | Encoding::Bf16 => unreachable!("floats have no grid"),
+    }
+}
+
+/// True if the codes of an encoding are searched by these rules.
+pub(crate) fn is_searchable(encoding: Encoding) -> bool {
+    match encoding {
+        Encoding::Uniform(uniform) => uniform.zero() == Zero::Symmetric,
+        Encoding::Table(table) => table.levels().is_sorted(),
+        Encoding::F32 | Encoding::F16 | Encoding::Bf16 => false,
+    }
+}
 
 /// Codes whole rows, each group by itself, its scale searched; `weights` is `[rows, cols]` and `out` its tiles, to be
 /// overwritten.
 ///
 /// # Panics
-/// If a length does not match.
+/// If a length does not match, or the encoding is not [searchable](is_searchable).
 pub(crate) fn encode_searched(
     kernels: Kernels,
-    uniform: Uniform,
+    encoding: Encoding,
     weights: &[f32],
     cols: usize,
     out: &mut [u8],
 ) {
-    let grid = UniformGrid { max_code: uniform.max_code() };
-    for (rows, block) in weights.chunks(ROWS * cols).zip(out.chunks_exact_mut(uniform.block_bytes(cols))) {
-        kernels.compiled(Block { grid, layout: uniform, rows, cols, block });
+    let layout = encoding.tiles().expect("codes lie in tiles");
+    for (rows, block) in weights.chunks(ROWS * cols).zip(out.chunks_exact_mut(layout.block_bytes(cols))) {
+        with_grid(encoding, Searched { kernels, layout, rows, cols, block });
+    }
+}
+
+struct Searched<'a> {
+    kernels: Kernels,
+    layout: Uniform,
+    rows: &'a [f32],
+    cols: usize,
+    block: &'a mut [u8],
+}
+
+impl WithGrid for Searched<'_> {
+    type Out = ();
+
+    fn with<G: Grid>(self, grid: G) {
+        let Self { kernels, layout, rows, cols, block } = self;
+        kernels.compiled(Block { grid, layout, rows, cols, block });
     }
 }
 

@@ -11,7 +11,7 @@ use super::grid::Grid;
 
 /// Lanes of a sum.
 const LANES: usize = 16;
-/// Shares that are tried (EXP-QUANT-01: from 4 to 8 of them the error changes by less than 1 %).
+/// Shares that are tried.
 const TRIES: usize = 6;
 
 /// What sixteen lanes sum of a group under a scale.
@@ -50,12 +50,12 @@ pub(crate) fn search<G: Grid>(grid: G, weights: &[f32], importance: &[f32]) -> S
     for &sign in signs {
         for i in 0..TRIES {
             let share = clips.start + (clips.end - clips.start) * (i as f32 / (TRIES - 1) as f32);
-            let first = fit(grid, weights, importance, sign * largest * share / grid.peak(), levels);
+            let first = fit(grid, weights, importance, sign * largest * share / grid.reach(), levels);
             if first.power == 0.0 {
                 continue;
             }
-            let half = f32_to_f16((first.product / first.power) as f32 * grid.peak());
-            let step = f16_to_f32(half) / grid.peak();
+            let half = f32_to_f16((first.product / first.power) as f32 * grid.scale());
+            let step = f16_to_f32(half) / grid.scale();
             // Beyond f16, or rounded to nothing.
             if !step.is_finite() || step == 0.0 {
                 continue;
@@ -70,7 +70,7 @@ pub(crate) fn search<G: Grid>(grid: G, weights: &[f32], importance: &[f32]) -> S
     }
     if best.error.is_infinite() {
         // Subnormal weights, or the very largest: the plain rule.
-        best.half = f32_to_f16(largest);
+        best.half = f32_to_f16(largest / grid.reach() * grid.scale());
     }
     best
 }
@@ -78,7 +78,7 @@ pub(crate) fn search<G: Grid>(grid: G, weights: &[f32], importance: &[f32]) -> S
 /// The levels nearest to the weights of a group under a stored scale.
 #[inline(always)]
 pub(crate) fn levels<G: Grid>(grid: G, weights: &[f32], half: u16, out: &mut [f32]) {
-    nearest(grid, weights, f16_to_f32(half) / grid.peak(), out);
+    nearest(grid, weights, f16_to_f32(half) / grid.scale(), out);
 }
 
 #[inline(always)]

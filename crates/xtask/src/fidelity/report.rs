@@ -4,9 +4,10 @@ use std::fmt::Write as _;
 use std::path::Path;
 
 use smoe_meter::fidelity::{DocumentMean, Estimate};
+use smoe_sculpt::BackboneBits;
 
-use super::Subject;
 use super::score::Scores;
+use super::{Coding, Subject};
 use crate::Result;
 
 const BEGIN: &str = "<!-- begin: written by `cargo xtask fidelity` -->";
@@ -40,6 +41,7 @@ impl Report<'_> {
         let mut text = String::new();
         self.conditions(&mut text);
         self.table(&mut text);
+        self.codings(&mut text);
         self.comparison(&mut text);
         text
     }
@@ -95,6 +97,45 @@ impl Report<'_> {
         );
     }
 
+    /// What choosing codes better gains at equal bytes, judged by dialogues that calibrated nothing.
+    fn codings(&self, text: &mut String) {
+        let plain = |s: &&Subject| !s.recipe.exact && s.recipe.backbone == BackboneBits::Bf16;
+        let find = |bits, coding| {
+            self.subjects.iter().filter(plain).find(|s| s.recipe.bits == bits && s.recipe.coding == coding)
+        };
+        line(text, "");
+        line(
+            text,
+            "Choosing codes, over the dialogues whose index 3 does not divide (the others calibrate; answers, int8 \
+             activations):",
+        );
+        line(text, "");
+        line(
+            text,
+            "| bits per expert weight | codes | KL, nats | of absmax at equal bytes | top-1, % | perplexity |",
+        );
+        line(text, "| ---: | --- | ---: | ---: | ---: | ---: |");
+        for bits in [4, 3, 2] {
+            let Some(base) = find(bits, Coding::Absmax) else { continue };
+            for coding in Coding::ALL {
+                let Some(subject) = find(bits, coding) else { continue };
+                let answers = &subject.scores.prototype;
+                line(
+                    text,
+                    &format!(
+                        "| {:.2} | {} | {} | {:.3} | {:.2} | {:.3} |",
+                        subject.weight_bits,
+                        coding.label(),
+                        with_error(&answers.kl),
+                        answers.kl.mean() / base.scores.prototype.kl.mean(),
+                        100.0 * answers.top1.mean(),
+                        answers.nll.mean().exp(),
+                    ),
+                );
+            }
+        }
+    }
+
     fn comparison(&self, text: &mut String) {
         let prototype = &self.subjects[0].scores.prototype.nll;
         line(text, "");
@@ -116,7 +157,11 @@ impl Report<'_> {
             let find = |exact| {
                 self.subjects
                     .iter()
-                    .find(|s| s.recipe.bits == bits && s.recipe.exact == exact && s.recipe.bpw.is_none())
+                    .find(|s| {
+                        let recipe = s.recipe;
+                        recipe.coded_bpw.is_none()
+                            && (recipe.bits, recipe.exact, recipe.coding) == (bits, exact, Coding::Absmax)
+                    })
                     .map(|s| &s.scores.prototype)
             };
             let (Some(exact), Some(coded)) = (find(true), find(false)) else { continue };

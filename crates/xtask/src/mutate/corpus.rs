@@ -98,7 +98,7 @@ pub fn corpus(root: &Path) -> Result<Vec<Base>> {
     (spec.d_model, spec.moe.d_expert) = (192, 128);
     TinyModel::new(spec, 6).write_checkpoint(&checkpoint, CheckpointOptions::default());
     let directory = root.join("coded");
-    let settings = Settings { entropy: true, bpw: Some(250), ..Settings::default() };
+    let settings = Settings { entropy: true, coded_bpw: Some(250), ..Settings::default() };
     sculpt(&checkpoint, &directory, &settings, &(), &AtomicBool::new(false))?;
     bases.push(Base::open("coded", directory.clone(), directory)?);
 

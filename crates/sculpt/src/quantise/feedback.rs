@@ -1,0 +1,214 @@
+//! Error feedback in the manner of GPTQ (Frantar et al. 2022): a column is coded after the errors of the columns before
+//! it have been added where they are made up for, by the inputs that the matrix meets.
+//!
+//! Columns go in their natural order; the scale of a group is searched when its turn comes, on weights that already make
+//! up for the groups before, weighted by the diagonal of the Hessian.
+
+use smoe_format::half::f16_to_f32;
+use smoe_format::tile::{self, ROWS};
+use smoe_format::{Encoding, Uniform};
+use smoe_kernels::{Kernels, Loops};
+
+use super::factor::{Feedback, dots};
+use super::grid::Grid;
+use super::search::search;
+use super::{MAX_GROUP, WithGrid, with_grid};
+
+/// Codes a whole matrix, `[rows, cols]`, with feedback over its columns; `out` is its tiles, to be overwritten.
+///
+/// # Panics
+/// If a length does not match, or the encoding is not [searchable](super::is_searchable).
+pub(crate) fn encode_with_feedback(
+    kernels: Kernels,
+    encoding: Encoding,
+    feedback: &Feedback,
+    weights: &[f32],
+    cols: usize,
+    out: &mut [u8],
+) {
+    assert_eq!(feedback.importance.len(), cols, "a column each");
+    let layout = encoding.tiles().expect("codes lie in tiles");
+    let mut errors = Vec::new();
+    for (rows, block) in weights.chunks(ROWS * cols).zip(out.chunks_exact_mut(layout.block_bytes(cols))) {
+        let errors = &mut errors;
+        with_grid(encoding, Fed { kernels, layout, feedback, rows, cols, block, errors });
+    }
+}
+
+struct Fed<'a> {
+    kernels: Kernels,
+    layout: Uniform,
+    feedback: &'a Feedback,
+    rows: &'a [f32],
+    cols: usize,
+    block: &'a mut [u8],
+    errors: &'a mut Vec<f32>,
+}
+
+impl WithGrid for Fed<'_> {
+    type Out = ();
+
+    fn with<G: Grid>(self, grid: G) {
+        let kernels = self.kernels;
+        kernels.compiled(Block { grid, work: self });
+    }
+}
+
+struct Block<'a, G> {
+    grid: G,
+    work: Fed<'a>,
+}
+
+/// Columns of a group, each of 32 rows.
+type Columns = [[f32; ROWS]; MAX_GROUP];
+
+impl<G: Grid> Loops for Block<'_, G> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let Self { grid, work: Fed { layout, feedback, rows, cols, block, errors, .. } } = self;
+        let (group, n_rows) = (layout.group(), rows.len() / cols);
+        let (u, stride) = (&feedback.by_column, feedback.by_column.stride);
+        errors.clear();
+        errors.resize(ROWS * stride, 0.0);
+        block.fill(0);
+        let mut codes = [0u8; ROWS * MAX_GROUP];
+        let codes = &mut codes[..ROWS * group];
+        let mut targets: Box<Columns> = Box::new([[0.0; ROWS]; MAX_GROUP]);
+        let mut lost: Box<Columns> = Box::new([[0.0; ROWS]; MAX_GROUP]);
+        let (mut values, mut importance) = ([0.0; MAX_GROUP], [0.0; MAX_GROUP]);
+        for (g, tile) in block.chunks_exact_mut(layout.tile_bytes()).enumerate() {
+            let first = g * group;
+            let width = group.min(cols - first);
+            importance[width..].fill(0.0);
+            importance[..width].copy_from_slice(&feedback.importance[first..first + width]);
+            // What the groups before cost, made up for here.
+            for column in (0..width).step_by(4) {
+                let of_column =
+                    |j: usize| &u.values[(first + (column + j).min(width - 1)) * stride..][..first];
+                let columns = [of_column(0), of_column(1), of_column(2), of_column(3)];
+                for row in (0..ROWS).step_by(4) {
+                    let of_row = |i: usize| &errors[(row + i) * stride..][..first];
+                    let products = dots([of_row(0), of_row(1), of_row(2), of_row(3)], columns);
+                    for i in 0..4 {
+                        for j in 0..4.min(width - column) {
+                            targets[column + j][row + i] = products[i][j];
+                        }
+                    }
+                }
+            }
+            let (mut steps, mut inverses) = ([0.0f32; ROWS], [0.0f32; ROWS]);
+            for row in 0..n_rows {
+                values[width..].fill(0.0);
+                for column in 0..width {
+                    targets[column][row] += rows[row * cols + first + column];
+                    values[column] = targets[column][row];
+                }
+                let scale = search(grid, &values[..group], &importance[..group]);
+                layout.write_levels(tile, row, scale.half, 0);
+                steps[row] = f16_to_f32(scale.half) / grid.scale();
+                let inverse = 1.0 / steps[row];
+                inverses[row] = if inverse.is_finite() { inverse } else { 0.0 };
+            }
+            for column in 0..width {
+                let mut target = targets[column];
+                let weights = &u.values[(first + column) * stride + first..][..column];
+                for (&weight, lost) in weights.iter().zip(lost.iter()) {
+                    for row in 0..ROWS {
+                        target[row] += weight * lost[row];
+                    }
+                }
+                let mut levels = [0.0; ROWS];
+                for row in 0..ROWS {
+                    levels[row] = grid.nearest(target[row] * inverses[row]);
+                }
+                for row in 0..n_rows {
+                    codes[row * group + column] = grid.code(levels[row]);
+                    let error = rows[row * cols + first + column] - levels[row] * steps[row];
+                    lost[column][row] = error;
+                    errors[row * stride + first + column] = error;
+                }
+            }
+            if width < group {
+                for codes in codes.chunks_exact_mut(group) {
+                    codes[width..].fill(0);
+                }
+            }
+            tile::pack(codes, layout.bits(), group, &mut tile[..layout.code_bytes()]);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use smoe_format::{Table, Zero};
+    use smoe_testkit::random::Random;
+
+    use super::super::factor::tests::hessian;
+    use super::super::{encode_searched, factor::Square};
+    use super::*;
+
+    /// The mean of e^T H e over the rows of a coded matrix.
+    fn loss(encoding: Encoding, bytes: &[u8], weights: &[f32], h: &Square) -> f64 {
+        let cols = h.n;
+        let mut row = vec![0.0; cols];
+        let mut sum = 0.0;
+        for (r, weights) in weights.chunks_exact(cols).enumerate() {
+            encoding.decode_row(bytes, cols, r, &mut row);
+            let e: Vec<f64> = weights.iter().zip(&row).map(|(w, q)| f64::from(w - q)).collect();
+            for i in 0..cols {
+                sum += e[i] * (0..cols).map(|j| f64::from(h.row(i)[j]) * e[j]).sum::<f64>();
+            }
+        }
+        sum
+    }
+
+    fn encodings() -> [Encoding; 4] {
+        let uniform =
+            |bits, group| Encoding::Uniform(Uniform::new(bits, group, Zero::Symmetric).expect("valid"));
+        let table = Table::new(3, 64, &[-127, -80, -48, -16, 14, 44, 76, 115]).expect("valid");
+        [uniform(2, 64), uniform(4, 32), uniform(3, 128), table.into()]
+    }
+
+    #[test]
+    fn feedback_loses_far_less_where_inputs_depend_on_each_other() {
+        let (rows, cols) = (37, 200);
+        let mut random = Random::new(4);
+        let weights: Vec<f32> = (0..rows * cols).map(|_| 0.02 * random.bell() as f32).collect();
+        let h = hessian(cols, 900, 5);
+        for encoding in encodings() {
+            let len = encoding.tensor_bytes(rows, cols).expect("small");
+            let (mut plain, mut fed) = (vec![1; len], vec![2; len]);
+            let detected = Kernels::detect();
+            encode_searched(detected, encoding, &weights, cols, &mut plain);
+            for kernels in Kernels::available() {
+                let feedback = Feedback::new(kernels, &h);
+                encode_with_feedback(kernels, encoding, &feedback, &weights, cols, &mut fed);
+                let (plain, fed) = (loss(encoding, &plain, &weights, &h), loss(encoding, &fed, &weights, &h));
+                assert!(fed < 0.45 * plain, "{encoding} {kernels:?}: {fed} {plain}");
+            }
+        }
+    }
+
+    #[test]
+    fn inputs_that_do_not_depend_on_each_other_change_nothing() {
+        let (rows, cols) = (33, 130);
+        let mut random = Random::new(6);
+        let weights: Vec<f32> = (0..rows * cols).map(|_| 0.02 * random.bell() as f32).collect();
+        let mut h = Square::zeros(cols);
+        for i in 0..cols {
+            h.values[i * h.stride + i] = 3.0;
+        }
+        for encoding in encodings() {
+            let len = encoding.tensor_bytes(rows, cols).expect("small");
+            let (mut plain, mut fed) = (vec![1; len], vec![2; len]);
+            encode_searched(Kernels::detect(), encoding, &weights, cols, &mut plain);
+            let feedback = Feedback::new(Kernels::detect(), &h);
+            encode_with_feedback(Kernels::detect(), encoding, &feedback, &weights, cols, &mut fed);
+            // The same but for roundings of equally good scales.
+            let (plain, fed) = (loss(encoding, &plain, &weights, &h), loss(encoding, &fed, &weights, &h));
+            assert!((fed / plain - 1.0).abs() < 2e-3, "{encoding}: {fed} {plain}");
+        }
+    }
+}

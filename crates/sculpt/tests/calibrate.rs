@@ -1,0 +1,138 @@
+//! Vaults of few bits: with statistics, and with a budget.
+#![allow(clippy::unwrap_used, reason = "a test stops at the first surprise")]
+
+mod common;
+
+use std::path::Path;
+use std::sync::atomic::AtomicBool;
+
+use common::{Random, Tiny, Type, Vault, files, run, settings};
+use smoe_sculpt::calibrate::{Document, Head, collect};
+use smoe_sculpt::{
+    BackboneBits, Levels, Recipe, SculptError, Settings, compare_codes, dry_run, read_head, verify,
+};
+
+static NEVER: AtomicBool = AtomicBool::new(false);
+
+/// Statistics of inputs whose columns depend on each other, for the model of the vault `of`.
+fn statistics(of: &Path, out: &Path, seed: u64) {
+    let file = read_head(of).unwrap();
+    let manifest = file.manifest().unwrap();
+    let spec = &manifest.spec;
+    let text = [Document { tokens: vec![seed as u32; 400], counted: vec![true; 400] }];
+    let head = Head::new(&manifest.source.fingerprint, spec, &text);
+    let mut random = Random(seed);
+    let mut row = |n: usize| {
+        let mut common = 0.0;
+        (0..n)
+            .map(|_| {
+                common = 0.8 * common + (random.below(2001) as f32 - 1000.0) / 1000.0;
+                common
+            })
+            .collect::<Vec<f32>>()
+    };
+    let done = collect(out, &head, u64::MAX, None, |collector, _, _| {
+        let mut collector = collector.lock().unwrap();
+        for token in 0..400 {
+            for layer in spec.moe_layers() {
+                let expert = token % spec.moe.n_experts;
+                collector.add(layer as u32, expert as u32, &row(spec.d_model), &row(spec.moe.d_expert));
+            }
+        }
+        Ok::<_, SculptError>(())
+    });
+    done.unwrap();
+}
+
+#[test]
+fn calibrated_vaults_are_whole_and_the_same_for_any_number_of_threads() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    Tiny::qwen3(Type::Bf16, 51).write(&at("checkpoint"), 0);
+    run(&at("checkpoint"), &at("plain"), &settings(4, BackboneBits::Bf16)).unwrap();
+    statistics(&at("plain"), &at("stats"), 5);
+    for (bits, levels) in
+        [(2, Levels::Fitted), (3, Levels::Uniform), (4, Levels::Fitted), (8, Levels::Uniform)]
+    {
+        let calibrated = |threads| Settings {
+            recipe: Recipe::Searched,
+            levels,
+            calibration: Some(at("stats")),
+            threads: Some(threads),
+            ..settings(bits, BackboneBits::Q8)
+        };
+        let [one, three] = [1, 3].map(|threads| {
+            let vault = at(&format!("{bits}-{threads}"));
+            run(&at("checkpoint"), &vault, &calibrated(threads)).unwrap();
+            files(&vault)
+        });
+        assert!(one == three, "{bits}");
+        let vault = at(&format!("{bits}-1"));
+        assert!(verify(&vault, None, &(), &NEVER).unwrap().problems.is_empty());
+        let compare =
+            |stats: Option<&Path>| compare_codes(&at("checkpoint"), &vault, stats, None, &(), &NEVER);
+        let counts = compare(Some(&at("stats"))).unwrap();
+        assert!(counts.iter().all(|c| c.different_codes == 0 && c.different_scales == 0), "{counts:?}");
+        assert!(matches!(compare(None), Err(SculptError::Incomparable { .. })));
+        // They are not the codes of plain rounding.
+        let searched = at(&format!("{bits}-searched"));
+        run(&at("checkpoint"), &searched, &Settings { calibration: None, ..calibrated(1) }).unwrap();
+        assert!(Vault::open(&searched).experts_bytes != Vault::open(&vault).experts_bytes);
+    }
+}
+
+#[test]
+fn statistics_of_another_model_or_none_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    for (name, seed) in [("a", 52), ("b", 53)] {
+        Tiny::qwen3(Type::Bf16, seed).write(&at(name), 0);
+    }
+    run(&at("b"), &at("vault"), &settings(4, BackboneBits::Bf16)).unwrap();
+    statistics(&at("vault"), &at("stats"), 7);
+    let with = |stats: &str| Settings {
+        recipe: Recipe::Searched,
+        calibration: Some(at(stats)),
+        ..settings(3, BackboneBits::Q8)
+    };
+    let refused = |settings: &Settings| run(&at("a"), &at("out"), settings).unwrap_err();
+    assert!(matches!(refused(&with("stats")), SculptError::Statistics { .. }));
+    assert!(matches!(refused(&with("none")), SculptError::Statistics { .. }));
+    let plain = Settings { recipe: Recipe::Absmax, ..with("stats") };
+    assert!(matches!(refused(&plain), SculptError::Setting { flag: "--calibration", .. }));
+    assert!(!at("out").exists());
+}
+
+#[test]
+fn a_budget_is_kept_and_down_has_most_of_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let checkpoint = dir.path().join("checkpoint");
+    Tiny::deepseek(Type::Bf16, 54).write(&checkpoint, 0);
+    let with = |bpw: &str| Settings {
+        bpw: Some(bpw.parse().unwrap()),
+        recipe: Recipe::Searched,
+        levels: Levels::Fitted,
+        ..settings(4, BackboneBits::Q8)
+    };
+    let mut before = 0;
+    for bpw in ["3.1", "4.0", "4.8", "6.0", "12"] {
+        let out = dir.path().join(bpw);
+        run(&checkpoint, &out, &with(bpw)).unwrap();
+        assert!(verify(&out, None, &(), &NEVER).unwrap().problems.is_empty());
+        let vault = Vault::open(&out);
+        let tensors: Vec<_> = vault.experts.layers.iter().flat_map(|layer| layer.tensors).collect();
+        let bytes: usize = tensors.iter().map(|t| t.len).sum();
+        let weights: usize = tensors.iter().map(|t| t.rows * t.cols).sum();
+        assert!(8.0 * bytes as f64 / weights as f64 <= bpw.parse::<f64>().unwrap());
+        assert!(bytes > before, "{bpw}");
+        before = bytes;
+        for layer in &vault.experts.layers {
+            let [gate, up, down] = layer.tensors.map(|t| t.encoding.tiles().unwrap().bits());
+            assert!(down >= gate.max(up), "{bpw}");
+        }
+        let dry = dry_run(&checkpoint, None, &with(bpw), &NEVER).unwrap();
+        assert!(!dry.widths.is_empty());
+    }
+    let too_few = run(&checkpoint, &dir.path().join("few"), &with("2")).unwrap_err();
+    assert!(matches!(too_few, SculptError::Setting { flag: "--bpw", .. }), "{too_few}");
+}
