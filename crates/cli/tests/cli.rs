@@ -99,7 +99,7 @@ fn original_files_of_both_versions_answer_like_a_vault_of_the_same_checkpoint() 
     let Some(checkpoint) = shared_path("fixtures/qwen3_moe") else { return };
     let dir = tempfile::tempdir().unwrap();
     let vault = dir.path().join("vault");
-    let flags = ["--bits", "4", "--group", "64", "--backbone", "bf16"].map(OsStr::new);
+    let flags = ["--bits", "4", "--recipe", "absmax", "--backbone", "bf16"].map(OsStr::new);
     let paths = [OsStr::new("sculpt"), checkpoint.as_os_str(), vault.as_os_str()];
     stdout(&smoe(&[&paths[..], &flags].concat()));
     let mut original = std::fs::read(pair.join("qwen3_moe.smoe")).unwrap();

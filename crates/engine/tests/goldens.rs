@@ -5,11 +5,11 @@ mod common;
 
 use std::sync::atomic::AtomicBool;
 
-use common::{greedy, observe, open, options, sculpted, write_tiny};
+use common::{greedy, observe, open, options, sculpted, sculpted_by, write_tiny};
 use smoe_engine::plan::RingSize;
 use smoe_engine::{EngineOptions, KvType};
 use smoe_format::{Encoding, Table};
-use smoe_sculpt::{BackboneBits, Settings, sculpt};
+use smoe_sculpt::{BackboneBits, Recipe, Settings, sculpt};
 use smoe_testkit::fixtures;
 use smoe_testkit::mxfp4::pack_gpt_oss;
 use smoe_testkit::{
@@ -99,7 +99,7 @@ fn int8_activations_stay_close_to_the_exact_product() {
 
 #[test]
 fn the_originals_pair_and_our_vault_of_the_same_checkpoint_give_the_same_bits() {
-    let Some((_dir, vault)) = sculpted("qwen3_moe", 4, BackboneBits::Bf16) else { return };
+    let Some((_dir, vault)) = sculpted_by(Recipe::Absmax, "qwen3_moe", 4, BackboneBits::Bf16) else { return };
     let Some(pair) = shared_path("fixtures/original-vault-v2/qwen3_moe.smoe") else { return };
     let original = smoe_engine::Vault::open(&pair).unwrap();
     assert_eq!((original.experts.version, vault.experts.version), (2, 3));

@@ -8,7 +8,7 @@ use std::sync::atomic::AtomicBool;
 
 use smoe_engine::plan::{PlanRequest, RingSize};
 use smoe_engine::{Control, Engine, EngineOptions, Limits, Observer, Sampler, Sampling, Vault};
-use smoe_sculpt::{BackboneBits, Progress, Settings, sculpt};
+use smoe_sculpt::{BackboneBits, Progress, Recipe, Settings, sculpt};
 use smoe_testkit::fixtures::fixture;
 use tempfile::TempDir;
 
@@ -18,10 +18,20 @@ impl Progress for Quiet {}
 
 /// Sculpts a fixture; `None` (said aloud) where the fixtures are not at hand.
 pub fn sculpted(family: &str, bits: u8, backbone: BackboneBits) -> Option<(TempDir, Vault)> {
+    sculpted_by(Recipe::Searched, family, bits, backbone)
+}
+
+/// The same, by a rule that may be the original's.
+pub fn sculpted_by(
+    recipe: Recipe,
+    family: &str,
+    bits: u8,
+    backbone: BackboneBits,
+) -> Option<(TempDir, Vault)> {
     let checkpoint = fixture(family)?;
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("vault");
-    let settings = Settings { bits, backbone, ..Settings::default() };
+    let settings = Settings { bits, backbone, recipe, ..Settings::default() };
     sculpt(&checkpoint, &path, &settings, &Quiet, &AtomicBool::new(false)).unwrap();
     let vault = Vault::open(&path).unwrap();
     Some((dir, vault))
