@@ -34,7 +34,7 @@ pub enum Command {
     Demo(DemoArgs),
     /// Turn a Hugging Face checkpoint into a vault
     Sculpt(SculptArgs),
-    /// Make a vault of a checkpoint on a hub while it is downloaded: no more than two of its files are on the disk
+    /// Make a vault of a checkpoint on a hub while it is downloaded, file by file; --dry-run says what the disk holds
     Pull(PullArgs),
     /// See what a model's experts see of a text, for a vault of few bits (sculpt --calibration)
     Calibrate(CalibrateArgs),

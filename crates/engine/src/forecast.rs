@@ -95,7 +95,7 @@ pub struct DeviceForecast {
 }
 
 /// Of the speed at which memory streams, what decoding on the processor gets: 0.93 on two cores, 0.65 to 0.9 on sixteen
-/// (EXP-PEER-02, EXP-GPU-04).
+/// (EXP-PEER-02, EXP-GPU-04). Open: no one share fits both.
 const CPU_SHARE: f64 = 0.75;
 /// The most layers that are handed over at once where they may halt, and the cost of one that runs in vain behind a
 /// halt, in layers.

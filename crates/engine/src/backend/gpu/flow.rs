@@ -69,8 +69,8 @@ struct Pace {
 }
 
 impl Pace {
-    /// That cost where it was not measured: an H200's (EXP-GPU-04).
-    const WAIT: f64 = 1.7;
+    /// That cost where it was not measured: an H200's was 0.7 to 1.2 (EXP-GPU-04).
+    const WAIT: f64 = 1.0;
     /// MoE layers that are remembered, about.
     const MEMORY: f64 = 64.0;
 
