@@ -1,0 +1,360 @@
+use std::collections::HashMap;
+use std::io;
+use std::path::Path;
+use std::sync::{Arc, Condvar, Mutex};
+
+use smoe_store::{DirectIo, Disk, DiskError, WriteDisk};
+
+use super::*;
+
+/// A spec of two layers, small.
+fn spec() -> ModelSpec {
+    smoe_testkit::TinyModel::qwen3(1).spec
+}
+
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, n: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 >> 11) as usize % n
+    }
+}
+
+/// What a position holds depends on all tokens up to it, as keys and values do.
+fn mark(tokens: &[u32]) -> [u8; 8] {
+    let mut hash = 0xcbf2_9ce4_8422_2325_u64;
+    for token in tokens {
+        hash = (hash ^ u64::from(*token)).wrapping_mul(0x0000_0100_0000_01b3);
+    }
+    hash.to_le_bytes()
+}
+
+impl KvCache {
+    fn place(&self, seq: SeqId, position: usize) -> usize {
+        let block = self.blocks(seq)[position / BLOCK] as usize;
+        block * self.geometry.block_stride + position % BLOCK * 8
+    }
+}
+
+/// Sequences that begin, go on, roll back, end and begin again, of few different tokens so that they share: each
+/// always holds what its own tokens say, whatever memory there is and whatever went through the file.
+fn agrees_with_the_model(seed: u64, blocks: usize, file: Option<u64>) {
+    let dir = tempfile::tempdir().unwrap();
+    let mut random = Random(seed);
+    let mut kv = KvCache::new(&spec(), KvType::F16, blocks * BLOCK, 4).unwrap();
+    if let Some(slots) = file {
+        let max_bytes = (slots + 1) * (kv.geometry.block_stride as u64 + 4096) + 65536;
+        let config = SpillConfig { path: dir.path().join("kv"), max_bytes };
+        kv.spill_to(&config, [seed as u8; 32]).unwrap();
+    }
+    let mut open: HashMap<usize, (SeqId, Vec<u32>)> = HashMap::new();
+    let mut spoken: Vec<Vec<u32>> = vec![Vec::new()];
+    let (mut adopted, mut refused) = (0, 0);
+    for step in 0..1500 {
+        let who = random.below(4);
+        match (open.remove(&who), random.below(10)) {
+            (None, _) => {
+                // Something that was said before, a part of it, and something new.
+                let mut tokens = spoken[random.below(spoken.len())].clone();
+                tokens.truncate(random.below(tokens.len() + 1));
+                tokens.extend((0..random.below(40)).map(|_| random.below(2) as u32));
+                let seq = kv.open().unwrap();
+                let held = kv.adopt(seq, &tokens);
+                assert!(held <= tokens.len());
+                adopted += held;
+                tokens.truncate(held);
+                open.insert(who, (seq, tokens));
+            }
+            (Some((seq, mut tokens)), 0..6) => {
+                let n = 1 + random.below(50);
+                if kv.reserve(seq, tokens.len(), tokens.len() + n).is_err() {
+                    refused += 1;
+                    kv.truncate(seq, tokens.len());
+                } else {
+                    for _ in 0..n {
+                        tokens.push(random.below(2) as u32);
+                        let at = kv.place(seq, tokens.len() - 1);
+                        kv.memory[at..at + 8].copy_from_slice(&mark(&tokens));
+                    }
+                    kv.commit(seq, &tokens);
+                }
+                open.insert(who, (seq, tokens));
+            }
+            (Some((seq, mut tokens)), 6) => {
+                let len = random.below(tokens.len() + 1);
+                tokens.truncate(kv.truncate(seq, len));
+                open.insert(who, (seq, tokens));
+            }
+            (Some((seq, tokens)), 7) => {
+                kv.close(seq);
+                spoken.push(tokens);
+            }
+            (Some((seq, tokens)), _) => {
+                kv.commit_all(seq, &tokens);
+                kv.close(seq);
+                spoken.push(tokens);
+            }
+        }
+        kv.save(random.below(3));
+        kv.end_step();
+        for (seq, tokens) in open.values() {
+            for position in 0..tokens.len() {
+                let at = kv.place(*seq, position);
+                assert_eq!(kv.memory[at..at + 8], mark(&tokens[..=position]), "step {step}, {position}");
+            }
+        }
+        let held: std::collections::HashSet<u32> =
+            open.values().flat_map(|(seq, _)| kv.blocks(*seq)).copied().collect();
+        let usage = kv.usage();
+        assert_eq!(usage.held, held.len(), "step {step}");
+        assert_eq!(usage.held + usage.cached + kv.free.len(), blocks);
+    }
+    for (_, (seq, _)) in open {
+        kv.close(seq);
+    }
+    assert_eq!(kv.usage().held, 0);
+    assert!(adopted > 100, "{adopted}");
+    println!("{blocks} blocks, file {file:?}: {adopted} adopted, {refused} refused, {:?}", kv.spilled());
+}
+
+#[test]
+fn every_sequence_holds_its_own_tokens_work() {
+    for (seed, blocks) in (1..).zip([6, 9, 16, 40, 200]) {
+        agrees_with_the_model(seed, blocks, None);
+        agrees_with_the_model(seed, blocks, Some(1000));
+        agrees_with_the_model(seed, blocks, Some(12));
+    }
+}
+
+#[test]
+fn a_room_that_is_refused_takes_nothing() {
+    let mut kv = KvCache::new(&spec(), KvType::F16, 4 * BLOCK, 2).unwrap();
+    let (a, b) = (kv.open().unwrap(), kv.open().unwrap());
+    assert!(matches!(kv.open(), Err(EngineError::NoSession { sessions: 2 })));
+    kv.reserve(a, 0, 3 * BLOCK).unwrap();
+    let refused = kv.reserve(b, 0, BLOCK + 1);
+    assert!(matches!(refused, Err(EngineError::ContextFull { needed: 33, context: 32 })));
+    assert_eq!(kv.available(), 1);
+    kv.reserve(b, 0, BLOCK).unwrap();
+    kv.close(a);
+    assert_eq!(kv.available(), 3);
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Mood {
+    Works,
+    Stands,
+    Fails,
+}
+
+/// A drive in memory that stands still, or fails, while it is in that mood.
+struct Drive {
+    state: Mutex<(Vec<u8>, Mood)>,
+    changed: Condvar,
+}
+
+impl Drive {
+    fn set(&self, mood: Mood) {
+        self.state.lock().unwrap().1 = mood;
+        self.changed.notify_all();
+    }
+}
+
+impl Disk for Drive {
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<usize, DiskError> {
+        let state = self.state.lock().unwrap();
+        let there = state.0.get(offset as usize..).unwrap_or(&[]);
+        let len = there.len().min(buf.len());
+        buf[..len].copy_from_slice(&there[..len]);
+        Ok(len)
+    }
+
+    fn len(&self) -> u64 {
+        self.state.lock().unwrap().0.len() as u64
+    }
+
+    fn name(&self) -> &Path {
+        Path::new("drive")
+    }
+
+    fn direct(&self) -> &DirectIo {
+        &DirectIo::Yes { alignment: 4096 }
+    }
+}
+
+impl WriteDisk for Drive {
+    fn write_all_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        let mut state = self.state.lock().unwrap();
+        while state.1 == Mood::Stands {
+            state = self.changed.wait(state).unwrap();
+        }
+        if state.1 == Mood::Fails {
+            return Err(io::Error::other("as told"));
+        }
+        let (at, end) = (offset as usize, offset as usize + bytes.len());
+        let len = state.0.len().max(end);
+        state.0.resize(len, 0);
+        state.0[at..end].copy_from_slice(bytes);
+        Ok(())
+    }
+
+    fn len_now(&self) -> io::Result<u64> {
+        Ok(Disk::len(self))
+    }
+
+    fn set_len(&self, len: u64) -> io::Result<()> {
+        self.state.lock().unwrap().0.resize(len as usize, 0);
+        Ok(())
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// A cache of so many blocks, with a file of so many on a drive.
+fn on_drive(blocks: usize, slots: u64) -> (KvCache, Arc<Drive>) {
+    let mut kv = KvCache::new(&spec(), KvType::F16, blocks * BLOCK, 4).unwrap();
+    let drive = Arc::new(Drive { state: Mutex::new((Vec::new(), Mood::Works)), changed: Condvar::new() });
+    let max_bytes = 4096 + slots * (kv.geometry.block_stride as u64 + 4096);
+    let (file, _) = BlockFile::on(drive.clone(), &kv.file_settings(max_bytes, [0; 32])).unwrap();
+    kv.spill = Some(Spill::new(file));
+    (kv, drive)
+}
+
+/// A conversation of one block, which tells it from others, begins and ends.
+fn say(kv: &mut KvCache, what: u32) -> usize {
+    let tokens = [what; BLOCK];
+    let seq = kv.open().unwrap();
+    let held = kv.adopt(seq, &tokens);
+    kv.reserve(seq, held, BLOCK).unwrap();
+    kv.commit(seq, &tokens);
+    kv.close(seq);
+    held
+}
+
+#[test]
+fn a_drive_that_stands_still_stops_nobody() {
+    let (mut kv, drive) = on_drive(6, 100);
+    drive.set(Mood::Stands);
+    for what in 0..12 {
+        assert_eq!(say(&mut kv, what), 0);
+    }
+    // Four could be queued; two were lost, for which the step waited once.
+    assert_eq!((kv.usage().lost, kv.patience), (2, Duration::ZERO));
+    // What is on its way is there.
+    assert_eq!((say(&mut kv, 0), say(&mut kv, 3)), (BLOCK, BLOCK));
+    assert_eq!(kv.usage().lost, 3, "the second took the place of the first, which the file has");
+    drive.set(Mood::Works);
+    assert_eq!(kv.flush(Duration::from_secs(60)), 0);
+    assert!(kv.usage().has_file && kv.take_warning().is_none());
+    for what in [1, 2, 11, 10, 9] {
+        assert_eq!(say(&mut kv, what), BLOCK, "{what}");
+    }
+    assert_eq!(say(&mut kv, 4), 0, "lost");
+}
+
+#[test]
+fn a_flush_ends_when_its_time_is_over() {
+    let (mut kv, drive) = on_drive(8, 100);
+    drive.set(Mood::Stands);
+    (0..7).for_each(|what| assert_eq!(say(&mut kv, what), 0));
+    assert_eq!(kv.flush(Duration::from_millis(20)), 7);
+    assert!(!kv.usage().has_file);
+    assert_eq!(say(&mut kv, 3), BLOCK, "the cache goes on without it");
+    drive.set(Mood::Works);
+}
+
+#[test]
+fn a_file_that_only_fails_is_given_up_and_that_is_told() {
+    let (mut kv, drive) = on_drive(6, 100);
+    assert_eq!(say(&mut kv, 0), 0);
+    assert_eq!(kv.flush(Duration::from_secs(60)), 0);
+    let fail = |kv: &mut KvCache, what| {
+        drive.set(Mood::Fails);
+        assert_eq!(say(kv, what), 0);
+        kv.save(9);
+        assert!(kv.wait_for_file(Duration::from_secs(60)));
+        drive.set(Mood::Works);
+        kv.save(9);
+    };
+    // Now and then is no reason.
+    for what in 1..41 {
+        fail(&mut kv, what);
+        say(&mut kv, 1000 + what);
+        kv.flush(Duration::from_secs(60));
+    }
+    let usage = kv.usage();
+    assert!(usage.has_file && usage.file_failures == 40, "{usage:?}");
+    assert!(matches!(kv.take_warning(), Some(EngineError::Spill(_))), "the first is told");
+    assert!(kv.take_warning().is_none(), "once");
+    let failures = (100..200).take_while(|&what| {
+        fail(&mut kv, what);
+        kv.usage().has_file
+    });
+    assert_eq!(failures.count(), 15);
+    assert_eq!(kv.usage().file_failures, 56);
+    let told = kv.take_warning();
+    assert!(matches!(told, Some(EngineError::SpillGivenUp { failures: 56, .. })), "{told:?}");
+    assert!(kv.take_warning().is_none());
+    (200..220).for_each(|what| assert_eq!(say(&mut kv, what), 0, "and on without"));
+}
+
+#[test]
+fn what_is_used_in_memory_stays_in_the_file() {
+    let (mut kv, _drive) = on_drive(20, 4);
+    for what in 0..4 {
+        say(&mut kv, what);
+        kv.flush(Duration::from_secs(60));
+    }
+    assert_eq!(say(&mut kv, 0), BLOCK, "from memory");
+    say(&mut kv, 4);
+    kv.flush(Duration::from_secs(60));
+    let holds = |what: u32| kv.spill.as_ref().unwrap().holds(Key::ROOT.child(&[what; BLOCK]));
+    let held: Vec<u32> = (0..5).filter(|&what| holds(what)).collect();
+    assert_eq!(held, [0, 2, 3, 4]);
+}
+
+#[test]
+fn a_long_beginning_comes_in_parts() {
+    let (mut kv, _drive) = on_drive(40, 100);
+    let tokens: Vec<u32> = (0..10 * BLOCK as u32 + 7).collect();
+    let seq = kv.open().unwrap();
+    kv.reserve(seq, 0, tokens.len()).unwrap();
+    kv.commit_all(seq, &tokens);
+    kv.close(seq);
+    assert_eq!(kv.flush(Duration::from_secs(60)), 0);
+    // Only the fourth block stays in memory.
+    let kept = kv.tree.nodes().find(|(_, node)| node.tokens[0] == 3 * BLOCK as u32).map(|(id, _)| id);
+    let ids: Vec<u32> = kv.tree.nodes().map(|(id, _)| id).filter(|&id| Some(id) != kept).collect();
+    assert_eq!(ids.len(), 10);
+    for id in ids {
+        kv.tree.remove(id);
+        kv.free.push(id);
+    }
+    let seq = kv.open().unwrap();
+    let mut parts = Vec::new();
+    loop {
+        let before = kv.spilled().unwrap().hits;
+        let adopted = kv.adopt_some(seq, &tokens, 4);
+        parts.push((adopted.held, kv.spilled().unwrap().hits - before));
+        if adopted.is_done {
+            break;
+        }
+    }
+    assert_eq!(parts, [(5 * BLOCK, 4), (9 * BLOCK, 4), (10 * BLOCK + 7, 2)]);
+    kv.close(seq);
+    assert_eq!(kv.usage().held, 0);
+}
+
+#[test]
+fn the_list_of_what_is_unsaved_stays_short() {
+    let (mut kv, drive) = on_drive(5, 100);
+    drive.set(Mood::Stands);
+    (0..200).for_each(|what| assert_eq!(say(&mut kv, what), 0));
+    assert!(kv.spill.as_ref().unwrap().unsaved().len() <= 11);
+    drive.set(Mood::Works);
+}
