@@ -669,6 +669,17 @@ pub struct ServeArgs {
     /// Log every request, not only what goes wrong
     #[arg(long, short)]
     pub verbose: bool,
+    /// Each time all answers are over, show on stderr where the time went since the last time; =json for a line of JSON
+    #[arg(
+        long,
+        value_name = "FORM",
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = "table",
+        value_enum,
+        hide_possible_values = true
+    )]
+    pub instrument: Option<InstrumentForm>,
     #[command(flatten)]
     pub machine: MachineArgs,
 }

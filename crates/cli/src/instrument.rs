@@ -7,6 +7,7 @@
 
 pub mod panel;
 mod report;
+pub mod server;
 mod table;
 
 use std::time::{Duration, Instant};
@@ -32,6 +33,11 @@ impl Mark {
     /// Now.
     pub fn now(meters: &Meters) -> Self {
         Self { at: Instant::now(), store: meters.store.snapshot(), phases: meters.phases.snapshot() }
+    }
+
+    /// Nothing counted yet.
+    fn nothing(at: Instant) -> Self {
+        Self { at, store: StoreSnapshot::default(), phases: PhaseSnapshot::default() }
     }
 
     /// What lies between this mark and a later one.
@@ -144,20 +150,9 @@ pub struct Reading {
 impl Reading {
     /// As one object: flat keys with their units, those of bench records where they mean the same.
     pub fn to_json(&self) -> Value {
-        let Self { synced, prompt, decode, routes, .. } = self;
-        let store = &decode.store;
+        let Self { synced, prompt, decode, .. } = self;
         let seconds = |time: Duration| time.as_secs_f64();
-        let buckets: Map<String, Value> = Phase::ALL
-            .into_iter()
-            .filter_map(|phase| {
-                let ms = decode.per_step(decode.phase_ns(phase))? / 1e6;
-                Some((phase.name().to_owned(), json!(ms)))
-            })
-            .collect();
-        let coverage: Map<String, Value> = coverage(routes)
-            .map(|Coverage { width, before, ahead }| (width.to_string(), json!([before, ahead])))
-            .collect();
-        json!({
+        let mut json = json!({
             "format": "smoe-instrument-1",
             "prompt_tokens": synced.prefilled,
             "reused_tokens": synced.reused,
@@ -168,28 +163,55 @@ impl Reading {
             "decode_tokens": decode.phases.steps(),
             "decode_s": seconds(decode.time),
             "decode_tok_s": decode.rate(),
-            "buckets_ms": buckets,
-            "hit_rate": store.hit_rate(),
-            "demand_hits": store.demand_hits,
-            "demand_misses": store.demand_misses,
-            "disk_bytes": store.disk_bytes,
-            "disk_bytes_per_token": decode.per_step(store.disk_bytes),
-            "slot_bytes_decoded_per_token": decode.per_step(store.decoded_bytes),
-            "entropy_decode_ms_per_token": decode.per_step(store.decode_ns).map(|ns| ns / 1e6),
-            "hits_per_token": decode.per_step(store.demand_hits),
-            "misses_per_token": decode.per_step(store.demand_misses),
-            "evictions_per_token": decode.per_step(store.evictions),
-            "ahead_hits_per_token": decode.per_step(store.ahead_hits),
-            "ahead_late_per_token": decode.per_step(store.ahead_late),
-            "ahead_waste_per_token": decode.per_step(store.ahead_waste),
-            "demand_wait_gb_s": decode.read_gb_s(),
-            "overlap": routes.overlap(),
-            "skew": routes.skew(),
-            "coverage_next_token_next_layer": coverage,
             "ring_slots": self.ring_slots,
             "ring_share": self.ring_slots as f64 / self.n_experts.max(1) as f64,
-        })
+        });
+        if let Value::Object(json) = &mut json {
+            json.extend(steps_json(decode, &self.routes, "token"));
+        }
+        json
     }
+}
+
+/// Means of the steps of a stretch: flat keys with their units, `unit` being what a step is.
+fn steps_json(work: &Stretch, routes: &RouteSnapshot, unit: &str) -> Map<String, Value> {
+    let store = &work.store;
+    let buckets: Map<String, Value> = Phase::ALL
+        .into_iter()
+        .filter_map(|phase| {
+            Some((phase.name().to_owned(), json!(work.per_step(work.phase_ns(phase))? / 1e6)))
+        })
+        .collect();
+    let coverage: Map<String, Value> = coverage(routes)
+        .map(|Coverage { width, before, ahead }| (width.to_string(), json!([before, ahead])))
+        .collect();
+    let mut map = Map::new();
+    let mut set = |key: &str, value: Value| map.insert(key.to_owned(), value);
+    set("buckets_ms", buckets.into());
+    set("hit_rate", json!(store.hit_rate()));
+    set("demand_hits", store.demand_hits.into());
+    set("demand_misses", store.demand_misses.into());
+    set("disk_bytes", store.disk_bytes.into());
+    set("demand_wait_gb_s", json!(work.read_gb_s()));
+    set("overlap", json!(routes.overlap()));
+    set("skew", json!(routes.skew()));
+    set("coverage_next_token_next_layer", coverage.into());
+    let each = [
+        ("disk_bytes", store.disk_bytes),
+        ("slot_bytes_decoded", store.decoded_bytes),
+        ("hits", store.demand_hits),
+        ("misses", store.demand_misses),
+        ("evictions", store.evictions),
+        ("ahead_hits", store.ahead_hits),
+        ("ahead_late", store.ahead_late),
+        ("ahead_waste", store.ahead_waste),
+    ];
+    for (name, count) in each {
+        set(&format!("{name}_per_{unit}"), json!(work.per_step(count)));
+    }
+    let decode_ms = work.per_step(store.decode_ns).map(|ns| ns / 1e6);
+    set(&format!("entropy_decode_ms_per_{unit}"), json!(decode_ms));
+    map
 }
 
 /// How much of a token's choice a ranking of so many experts holds.

@@ -11,6 +11,7 @@ use smoe_serve::{Config, Server, start_engine};
 
 use crate::args::ServeArgs;
 use crate::failure::Failure;
+use crate::instrument::server::Rests;
 use crate::{interrupt, model, warmth};
 
 /// How often Ctrl-C is looked for.
@@ -61,16 +62,29 @@ pub fn serve(args: &ServeArgs) -> Result<(), Failure> {
         ..Config::default()
     };
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let rests = args.instrument.map(|form| Rests::new(fleet.clone(), form));
     let served = runtime.block_on(async {
         let server = Server::bind(config, fleet).await.map_err(|e| Failure::new(e.to_string()))?;
         let address = server.address()?;
         eprintln!("serving on http://{address} · console at http://{address}/ · Ctrl-C ends");
+        let looking = rests.map(|rests| tokio::spawn(look(rests)));
         server.run(interrupted()).await;
+        if let Some(looking) = looking {
+            looking.abort();
+        }
         Ok(())
     });
     // The server has given everything its time; a thread that a disk still holds up must not hold up the end.
     runtime.shutdown_background();
     served
+}
+
+/// Shows what each stretch of work cost, until it is aborted.
+async fn look(mut rests: Rests) {
+    loop {
+        rests.look();
+        tokio::time::sleep(LOOK).await;
+    }
 }
 
 /// Comes with Ctrl-C or SIGTERM; a second one ends the process.

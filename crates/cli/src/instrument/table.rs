@@ -3,9 +3,9 @@
 use std::fmt::{self, Write};
 
 use smoe_engine::plan::Bytes;
-use smoe_meter::Phase;
+use smoe_meter::{Phase, RouteSnapshot};
 
-use super::{Coverage, Reading, coverage};
+use super::{Coverage, Reading, Stretch, coverage};
 
 /// Columns of the longest bar.
 const BAR: usize = 40;
@@ -22,7 +22,6 @@ pub fn table(reading: &Reading) -> String {
 
 fn write(reading: &Reading, out: &mut String) -> fmt::Result {
     let Reading { synced, prompt, decode, routes, .. } = reading;
-    let store = &decode.store;
     writeln!(out, "── instrument {}", "─".repeat(66))?;
     let seconds = prompt.time.as_secs_f64();
     let rate = synced.prefilled as f64 / seconds.max(1e-9);
@@ -45,6 +44,49 @@ fn write(reading: &Reading, out: &mut String) -> fmt::Result {
         decode.time.as_secs_f64()
     )?;
     writeln!(out)?;
+    steps(out, decode, token_ns, "a token")?;
+    let ring =
+        Ring { slots: reading.ring_slots, n_experts: reading.n_experts, slot_bytes: reading.slot_bytes };
+    experts(out, decode, routes, ring, "a token")
+}
+
+/// Steps of a server between two rests, each of one token or more, as a table.
+pub fn server_table(model: &str, work: &Stretch, routes: &RouteSnapshot, ring: Ring) -> String {
+    let mut text = String::new();
+    // Writing to a string does not fail.
+    let _ = write_server(model, work, routes, ring, &mut text);
+    text
+}
+
+fn write_server(
+    model: &str,
+    work: &Stretch,
+    routes: &RouteSnapshot,
+    ring: Ring,
+    out: &mut String,
+) -> fmt::Result {
+    let model: String = model.chars().take(48).collect();
+    writeln!(out, "── instrument {model} {}", "─".repeat(65 - model.chars().count()))?;
+    let (steps_done, seconds) = (work.phases.steps(), work.time.as_secs_f64());
+    writeln!(out, "work         {steps_done} steps in {seconds:.2} s")?;
+    writeln!(out)?;
+    steps(out, work, work.per_step(work.time.as_nanos() as u64).unwrap_or(0.0), "a step")?;
+    experts(out, work, routes, ring, "a step")
+}
+
+/// Slots of the ring, and what they are for.
+#[derive(Clone, Copy, Debug)]
+pub struct Ring {
+    /// Slots that it might use.
+    pub slots: usize,
+    /// Experts of the model.
+    pub n_experts: usize,
+    /// Bytes of a slot.
+    pub slot_bytes: u64,
+}
+
+/// Where the time went.
+fn steps(out: &mut String, decode: &Stretch, each_ns: f64, unit: &str) -> fmt::Result {
     let longest = Phase::ALL.into_iter().map(|phase| decode.phase_ns(phase)).max().unwrap_or(0).max(1);
     for phase in Phase::ALL {
         let ns = decode.phase_ns(phase);
@@ -57,13 +99,23 @@ fn write(reading: &Reading, out: &mut String) -> fmt::Result {
         let line = format!("{:<12} {ms:>9.3} ms {share:>5.1} %  {bar}", title(phase));
         writeln!(out, "{}", line.trim_end())?;
     }
-    writeln!(out, "{:<12} {:>9.3} ms a token: the wall time", "in all", token_ns / 1e6)?;
-    writeln!(out)?;
+    writeln!(out, "{:<12} {:>9.3} ms {unit}: the wall time", "in all", each_ns / 1e6)?;
+    writeln!(out)
+}
 
+/// How the experts fared.
+fn experts(
+    out: &mut String,
+    decode: &Stretch,
+    routes: &RouteSnapshot,
+    ring: Ring,
+    unit: &str,
+) -> fmt::Result {
+    let store = &decode.store;
     let a_token = |n: u64| decode.per_step(n).unwrap_or(0.0);
     writeln!(
         out,
-        "experts      {}: {:.1} hits, {:.1} misses, {:.1} evictions a token",
+        "experts      {}: {:.1} hits, {:.1} misses, {:.1} evictions {unit}",
         percent(store.hit_rate()),
         a_token(store.demand_hits),
         a_token(store.demand_misses),
@@ -72,13 +124,13 @@ fn write(reading: &Reading, out: &mut String) -> fmt::Result {
     if store.ahead_reads + store.ahead_hits + store.ahead_late > 0 {
         writeln!(
             out,
-            "read ahead   {:.1} in time, {:.1} late, {:.1} in vain a token",
+            "read ahead   {:.1} in time, {:.1} late, {:.1} in vain {unit}",
             a_token(store.ahead_hits),
             a_token(store.ahead_late),
             a_token(store.ahead_waste)
         )?;
     }
-    write!(out, "disk         {} a token", Bytes(a_token(store.disk_bytes) as u64))?;
+    write!(out, "disk         {} {unit}", Bytes(a_token(store.disk_bytes) as u64))?;
     if let Some(rate) = decode.read_gb_s() {
         write!(out, " · {rate:.2} GB/s while reads were under way")?;
     }
@@ -87,14 +139,14 @@ fn write(reading: &Reading, out: &mut String) -> fmt::Result {
         write!(out, " · decoded to {slots} in {ms:.2} ms, {:.1} GB/s a reader", rate / 1e9)?;
     }
     writeln!(out)?;
-    let share = reading.ring_slots as f64 / reading.n_experts.max(1) as f64;
+    let share = ring.slots as f64 / ring.n_experts.max(1) as f64;
     writeln!(
         out,
         "ring         {} of {} experts ({}), {}",
-        reading.ring_slots,
-        reading.n_experts,
+        ring.slots,
+        ring.n_experts,
         percent(Some(share)),
-        Bytes(reading.ring_slots as u64 * reading.slot_bytes)
+        Bytes(ring.slots as u64 * ring.slot_bytes)
     )?;
     writeln!(
         out,
