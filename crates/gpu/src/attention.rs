@@ -22,6 +22,8 @@ const QUERIES: usize = 8;
 const PER_KV: usize = 16;
 /// Tokens from which on several of them share a workgroup: there are enough workgroups then.
 const TILED: usize = 16;
+/// Workgroups below which each query head has one of its own: a card has more room, and what a head takes is short.
+const FEW_WORKGROUPS: usize = 128;
 /// Storage buffers that every device binds at once.
 const BINDINGS: usize = 8;
 /// Workgroups along an axis of a grid.
@@ -102,16 +104,19 @@ pub struct AttentionOutputs<'a> {
 /// of the first split.
 #[derive(Clone, Debug)]
 pub struct Attention {
-    /// One token a workgroup, and several.
+    /// One token a workgroup: a query head, or all that share a kv head; and several tokens.
+    narrow: Op,
     single: Op,
     tiled: Option<(Op, usize)>,
-    /// Of tokens that have one split only.
+    /// A query head of tokens that have one split only.
     whole: Option<Op>,
     combine: Op,
     tokens: usize,
     room: usize,
     n_kv_heads: usize,
+    /// Workgroups that share a kv head's queries in `single` and `tiled`; in the others each query has its own.
     groups: usize,
+    per_kv: usize,
     parts: usize,
     scale: f32,
 }
@@ -159,7 +164,8 @@ impl Attention {
         let groups = per_kv.div_ceil(QUERIES);
         let group = outputs.coded.map_or(64, |coded| coded.group);
         let cells = width.div_ceil(group);
-        let core = |tile: usize| {
+        let team = gpu.team(group);
+        let core = |tile: usize, groups: usize| {
             let queries_at_once = tile * per_kv.div_ceil(groups);
             Draft::default()
                 .constant("HEADS", n_heads)
@@ -182,18 +188,18 @@ impl Attention {
                 .text("alias Narrow = ")
                 .text(kv.format.narrow())
                 .text(";\n")
-                .float(group)
+                .float(group, team)
                 .text(kv.format.widen())
         };
-        let split = |tile: usize| {
-            core(tile)
+        let split = |tile: usize, groups: usize| {
+            core(tile, groups)
                 .buffer("sums", "vec4<f32>", Access::Write, &scratch.sums)
                 .buffer("stats", "vec2<f32>", Access::Write, &scratch.stats)
                 .text(include_str!("wgsl/attention_split.wgsl"))
                 .loose_op(gpu, "attention", ATTENTION)
         };
         let tile = QUERIES / per_kv;
-        let tiled = if tile > 1 && tokens >= TILED { Some((split(tile)?, tile)) } else { None };
+        let tiled = if tile > 1 && tokens >= TILED { Some((split(tile, groups)?, tile)) } else { None };
 
         // What becomes of the sums: where they go, and what takes part in the softmax besides positions.
         let end = |mut draft: Draft<'a>| -> Draft<'a> {
@@ -218,10 +224,10 @@ impl Attention {
             }
         };
         let combine = Draft::default()
-            .float(group)
+            .float(group, team)
             .constant("HEADS", n_heads)
             .constant("VALUE_DIM", value_dim)
-            .constant("AT_ONCE", if value_dim.is_multiple_of(group) { group / 16 } else { 1 })
+            .constant("AT_ONCE", if value_dim.is_multiple_of(group) { group / (4 * team) } else { 1 })
             .text(COMBINE)
             .buffer("rows", "vec4<u32>", Access::Read, rows.rows)
             .buffer("sums", "vec4<f32>", Access::Read, &scratch.sums)
@@ -235,12 +241,13 @@ impl Attention {
         let whole = if fits && (outputs.coded.is_none() || value_dim.is_multiple_of(group)) {
             let rest = [ATTENTION, include_str!("wgsl/attention_whole.wgsl")].concat();
             // Codes have the CPU's bits, so its end is not among the rest.
-            Some(end(core(1)).loose_op(gpu, "attention, whole", &rest)?)
+            Some(end(core(1, per_kv)).loose_op(gpu, "attention, whole", &rest)?)
         } else {
             None
         };
         Ok(Self {
-            single: split(1)?,
+            narrow: split(1, per_kv)?,
+            single: split(1, groups)?,
             tiled,
             whole,
             combine: end(combine).op(gpu, "attention: combine")?,
@@ -248,7 +255,8 @@ impl Attention {
             room: scratch.splits,
             n_kv_heads,
             groups,
-            parts: cells.div_ceil(16),
+            per_kv,
+            parts: cells.div_ceil(64 / team),
             scale,
         })
     }
@@ -263,22 +271,24 @@ impl Attention {
         let splits = splits_of(visible);
         let at_once = (self.room / splits).min(GRID);
         assert!(tokens == 0 || at_once > 0, "scratch for {} splits, {visible} positions are seen", self.room);
-        let (op, tile) = match &self.tiled {
-            Some((op, tile)) if tokens >= TILED => (op, *tile),
-            _ => (&self.single, 1),
-        };
         let low = f32::NEG_INFINITY.to_bits();
-        let heads = (self.n_kv_heads * self.groups) as u32;
+        let each = self.n_kv_heads * self.per_kv;
         if let Some(op) = self.whole.as_ref().filter(|_| end <= SPLIT && tokens < TILED) {
             let words = [0, tokens as u32, 1, self.scale.to_bits(), low];
-            step.run(op, &words, [1, heads, tokens as u32]);
+            step.run(op, &words, [1, each as u32, tokens as u32]);
             return;
         }
+        let shared = self.n_kv_heads * self.groups;
+        let (op, tile, heads) = match &self.tiled {
+            Some((op, tile)) if tokens >= TILED => (op, *tile, shared),
+            _ if tokens * splits * shared < FEW_WORKGROUPS => (&self.narrow, 1, each),
+            _ => (&self.single, 1, shared),
+        };
         let mut first = 0;
         while first < tokens {
             let end = tokens.min(first + at_once);
             let words = [first as u32, end as u32, splits as u32, self.scale.to_bits(), low];
-            step.run(op, &words, [splits as u32, heads, (end - first).div_ceil(tile) as u32]);
+            step.run(op, &words, [splits as u32, heads as u32, (end - first).div_ceil(tile) as u32]);
             let words = [first as u32, splits as u32, low];
             step.run(&self.combine, &words, [self.parts as u32, (end - first) as u32, 1]);
             first = end;

@@ -8,8 +8,8 @@ use smoe_format::{Encoding, Uniform, Zero};
 use crate::quantise::{GRID, QUANTISE, Repeated, assert_plane, levels, source, text, tile_constants};
 use crate::{Access, CodedPlane, Gpu, GpuError, Op, Shader, Slice, Step};
 
-/// Bytes that a workgroup may share, less a few for what is empty.
-const SHARED: u32 = (16 << 10) - 64;
+/// Bytes of what a workgroup shares that are not for slots: arrays that are empty have an element.
+const SPARE: u32 = 64;
 /// Most chains of a lane: more would not stay in registers.
 const CHAINS: u32 = 16;
 /// Most lines of a tile that a lane holds its share of: a register file's worth.
@@ -102,7 +102,7 @@ impl Columns {
 /// How a coded kernel is cut, for each of its passes: what is timed to choose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tuning {
-    /// Threads of a workgroup: 64, 128 or 256.
+    /// Threads of a workgroup: 64, 128, 256 or 512.
     pub threads: u32,
     /// Tiles that a lane holds at once: 1 or 2.
     pub items: u32,
@@ -130,13 +130,14 @@ pub(crate) struct Cut {
 }
 
 impl Cut {
-    pub(crate) fn new(uniform: Uniform, pass: u32, tuning: Tuning) -> Self {
+    pub(crate) fn new(gpu: &Gpu, uniform: Uniform, pass: u32, tuning: Tuning) -> Self {
         let Tuning { threads, items } = tuning;
-        assert!(matches!(threads, 64 | 128 | 256) && matches!(items, 1 | 2), "{tuning:?}");
+        assert!(matches!(threads, 64 | 128 | 256 | 512) && matches!(items, 1 | 2), "{tuning:?}");
+        let threads = threads.min(gpu.most_threads() as u32);
         let affine = u32::from(uniform.zero() == Zero::Affine);
         // Integers and a cell a token; scales, minima.
         let slot = pass * (4 * ROWS as u32 + 8) + (1 + affine) * 2 * ROWS as u32;
-        Self { pass, threads, items, slots: (threads / 4 * items).min(SHARED / slot) }
+        Self { pass, threads, items, slots: (threads / 4 * items).min((gpu.shared_bytes() - SPARE) / slot) }
     }
 
     /// Most blocks of rows that a workgroup can take.
@@ -327,7 +328,7 @@ impl CodedMatmul {
         let groups = uniform.groups(weights.cols);
         let passes = passes(x.tokens)
             .map(|pass| {
-                let cut = Cut::new(uniform, pass, tuning.unwrap_or(Tuning::of(groups, pass)));
+                let cut = Cut::new(gpu, uniform, pass, tuning.unwrap_or(Tuning::of(groups, pass)));
                 let buffers = [&weights.slice, &x.codes, &x.cells, &out.plane];
                 let shape = (weights.rows, weights.cols);
                 let parts = [include_str!("wgsl/coded_matmul.wgsl")];
@@ -400,7 +401,7 @@ impl ExactMatmul {
         out.assert_room(tokens, weights.rows);
         assert!(weights.rows.div_ceil(ROWS) <= GRID, "the grid");
         let mut constants = tile_constants(uniform).to_vec();
-        constants.push(("GROUP", uniform.group() as u32));
+        constants.extend([("GROUP", uniform.group() as u32), ("TEAM", 4)]);
         let kernel = gpu.kernel(&Shader {
             name: "exact product",
             source: text(&constants, &[QUANTISE, include_str!("wgsl/coded_exact.wgsl")]).into(),

@@ -67,6 +67,9 @@ const BINDINGS: u32 = 8;
 /// Threads of a workgroup, and bytes that they share.
 const THREADS: u32 = 256;
 const SHARED_BYTES: u32 = 16 << 10;
+/// The same where the device has more: the most that kernels use.
+const MOST_THREADS: u32 = 1024;
+const MOST_SHARED_BYTES: u32 = 32 << 10;
 
 fn instance() -> wgpu::Instance {
     let mut desc = wgpu::InstanceDescriptor::new_without_display_handle();
@@ -264,6 +267,25 @@ impl Gpu {
     #[must_use]
     pub const fn facts(&self) -> &DeviceFacts {
         &self.facts
+    }
+
+    /// Lanes that share a group of int8 activations, each with whole words of four: as many as are surely of one
+    /// subgroup.
+    pub(crate) fn team(&self, group: usize) -> usize {
+        let surely = 1 << self.facts.subgroup.0.ilog2();
+        (group / 4).min(surely)
+    }
+
+    /// Bytes that a workgroup may share.
+    pub(crate) fn shared_bytes(&self) -> u32 {
+        self.device.limits().max_compute_workgroup_storage_size.min(MOST_SHARED_BYTES)
+    }
+
+    /// Most threads of a workgroup that is as wide as it likes.
+    pub(crate) fn most_threads(&self) -> usize {
+        let limits = self.device.limits();
+        let most = limits.max_compute_invocations_per_workgroup.min(limits.max_compute_workgroup_size_x);
+        most.min(MOST_THREADS) as usize
     }
 
     /// Gives the device up, as if it had failed: for who wants to see what comes of it.

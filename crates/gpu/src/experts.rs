@@ -258,7 +258,7 @@ impl Projection {
                 let shape = (tensor.rows, tensor.cols);
                 let passes = passes(list.tokens)
                     .map(|pass| {
-                        let cut = Cut::new(uniform, pass, Tuning::of(groups, pass));
+                        let cut = Cut::new(gpu, uniform, pass, Tuning::of(groups, pass));
                         CodedOp::new(
                             gpu, name, encoding, cut, shape, TIMES, &extra, &parts, &accesses, &buffers,
                         )
@@ -365,11 +365,12 @@ impl GateUp {
         let bindings = [[Access::Read; 5].as_slice(), &[Access::Write; 2]].concat();
         let passes = passes(list.tokens)
             .map(|pass| {
-                let cut = Cut::new(uniform, pass, Tuning::of(2 * part as usize * groups, pass));
+                let cut = Cut::new(gpu, uniform, pass, Tuning::of(2 * part as usize * groups, pass));
                 assert!(cut.slots >= 2 * part, "{cut:?} for {part} blocks");
                 let (mut constants, core) = cut.core(encoding, 2 * part, Repeated::on(gpu)?);
                 constants.extend([
                     ("GROUP", down.group() as u32),
+                    ("TEAM", gpu.team(down.group()) as u32),
                     ("PART", part),
                     ("TOP_K", list.top_k as u32),
                     ("LIST", 3),
@@ -426,7 +427,8 @@ impl GateUp {
                 (64, 0, [include_str!("wgsl/experts_hidden_float.wgsl"), ""], vec![hidden.clone()])
             }
         };
-        let constants = [("GROUP", group as u32), ("THREADS", THREADS), ("OUT", 2)];
+        let team = gpu.team(group);
+        let constants = [("GROUP", group as u32), ("TEAM", team as u32), ("THREADS", THREADS), ("OUT", 2)];
         let kernel = gpu.kernel(&Shader {
             name: "experts' hidden values",
             source: source(gpu, &constants, &[QUANTISE, GLU, text[0], text[1]])?.into(),
@@ -434,7 +436,7 @@ impl GateUp {
         })?;
         let buffers: Vec<&Slice> = [&gates, &ups].into_iter().chain(&outputs).collect();
         let hidden = gpu.bind(&kernel, &buffers)?;
-        let lanes = if groups > 0 { 4 * groups } else { cols };
+        let lanes = if groups > 0 { team * groups } else { cols };
         let parts = (lanes as u32).div_ceil(THREADS);
         Ok(How::Apart { gate, up, hidden, words: [cols as u32, groups as u32], parts })
     }

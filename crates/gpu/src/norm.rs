@@ -17,8 +17,6 @@ const EMBED: &str = include_str!("wgsl/norm_embed.wgsl");
 
 /// Storage buffers that every device binds at once.
 const BINDINGS: usize = 8;
-/// Threads of a workgroup at most.
-const THREADS: usize = 256;
 /// Vectors of four values that a lane keeps in registers at most.
 const HELD: usize = 64;
 
@@ -44,9 +42,9 @@ impl<'a> Draft<'a> {
         self
     }
 
-    /// Functions of floats, and int8 codes in groups of `group`.
-    pub(crate) fn float(self, group: usize) -> Self {
-        self.constant("GROUP", group).text(QUANTISE).text(FLOAT)
+    /// Functions of floats, and int8 codes in groups of `group` that teams of `team` lanes share.
+    pub(crate) fn float(self, group: usize, team: usize) -> Self {
+        self.constant("GROUP", group).constant("TEAM", team).text(QUANTISE).text(FLOAT)
     }
 
     pub(crate) fn text(mut self, text: &str) -> Self {
@@ -348,18 +346,20 @@ impl MixNorm {
         let rest = &coded[usize::from(fused.is_some())..];
         assert!(plane.is_some() || rest.is_empty(), "several int8 planes need the f32 plane");
         let group = fused.map_or(64, |coded| coded.group);
-        let quads = d.div_ceil(group);
-        let threads = (4 * quads).next_multiple_of(64).clamp(64, THREADS);
-        let rounds = quads.div_ceil(threads / 4);
-        assert!(d > 0 && rounds * group / 16 <= HELD, "a norm of {d} values");
+        let team = gpu.team(group);
+        let groups = d.div_ceil(group);
+        let threads = (team * groups).next_multiple_of(64).clamp(64, gpu.most_threads());
+        let rounds = groups.div_ceil(threads / team);
+        let held = rounds * group / (4 * team);
+        assert!(d > 0 && held <= HELD, "a norm of {d} values");
 
         let mut draft = Draft::default()
-            .float(group)
+            .float(group, team)
             .constant("D", d)
-            .constant("GROUPS", quads)
+            .constant("GROUPS", groups)
             .constant("THREADS", threads)
             .constant("ROUNDS", rounds)
-            .constant("AHEAD", if rounds * group / 16 <= AHEAD { rounds * group / 16 } else { 1 })
+            .constant("AHEAD", if held <= AHEAD { held } else { 1 })
             .flag("NORMED", plane.is_some())
             .flag("CODED", fused.is_some())
             .flag("CHANGED", !matches!(delta, Delta::None))
@@ -462,7 +462,7 @@ impl Embed {
         let [low, high] = uniform.map_or([4, 0], |u| plane_widths(u.bits())).map(usize::from);
         let group = uniform.map_or(64, |u| u.group());
         draft = draft
-            .float(group)
+            .float(group, 4)
             .constant("GROUPS", cols.div_ceil(group))
             .constant("LOW", low)
             .constant("HIGH", high)

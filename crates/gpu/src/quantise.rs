@@ -90,6 +90,8 @@ pub struct Quantise {
     tokens: usize,
     cols: usize,
     groups: usize,
+    /// Lanes of a group.
+    team: usize,
 }
 
 impl Quantise {
@@ -103,7 +105,9 @@ impl Quantise {
     pub fn new(gpu: &Gpu, x: &Slice, out: &CodedPlane) -> Result<Self, GpuError> {
         assert_plane(x, out.tokens, out.cols);
         assert!(out.cols > 0 && matches!(out.group, 16 | 32 | 64 | 128), "{} in {}", out.cols, out.group);
-        let constants = [("GROUP", out.group as u32), ("THREADS", THREADS), ("OUT", 1)];
+        let team = gpu.team(out.group);
+        let constants =
+            [("GROUP", out.group as u32), ("TEAM", team as u32), ("THREADS", THREADS), ("OUT", 1)];
         let parts = [QUANTISE, include_str!("wgsl/quantise_input.wgsl"), TO_PLANE];
         let kernel = gpu.kernel(&Shader {
             name: "quantise",
@@ -111,7 +115,7 @@ impl Quantise {
             bindings: &[Access::Read, Access::Write, Access::Write],
         })?;
         let op = gpu.bind(&kernel, &[x, &out.codes, &out.cells])?;
-        Ok(Self { op, tokens: out.tokens, cols: out.cols, groups: out.groups() })
+        Ok(Self { op, tokens: out.tokens, cols: out.cols, groups: out.groups(), team })
     }
 
     /// Records it for the first `tokens` tokens.
@@ -120,7 +124,7 @@ impl Quantise {
     /// If there is no room for them.
     pub fn record(&self, step: &mut Step, tokens: usize) {
         assert!(tokens <= self.tokens, "{tokens} tokens of {}", self.tokens);
-        let parts = (4 * self.groups).div_ceil(THREADS as usize) as u32;
+        let parts = (self.team * self.groups).div_ceil(THREADS as usize) as u32;
         step.run(&self.op, &[self.cols as u32, self.groups as u32], [parts, tokens as u32, 1]);
     }
 }
@@ -180,7 +184,7 @@ impl Gpu {
 
     fn probe(&self) -> Result<bool, GpuError> {
         let pairs = probe_pairs();
-        let constants = [("GROUP", 64), ("THREADS", 64)];
+        let constants = [("GROUP", 64), ("TEAM", 4), ("THREADS", 64)];
         let kernel = self.kernel(&Shader {
             name: "probe of arithmetic",
             source: text(&constants, &[QUANTISE, include_str!("wgsl/quantise_probe.wgsl")]).into(),

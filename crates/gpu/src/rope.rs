@@ -233,7 +233,7 @@ impl RopeAppend {
             ),
             None => draft.text("fn normed(x: f32, at: u32, inverse: f32) -> f32 { return x; }\n"),
         };
-        let op = draft.float(64).text(ROPE).op(gpu, "rope")?;
+        let op = draft.float(64, 4).text(ROPE).op(gpu, "rope")?;
         let parts = (n_heads + 2 * n_kv_heads).div_ceil(AT_ONCE);
         Ok(Self { op, tokens, parts, eps: norm.map_or(1.0, |norm| norm.eps) })
     }

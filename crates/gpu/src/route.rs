@@ -7,6 +7,7 @@ use crate::shader::{Access, Op};
 use crate::{Gpu, GpuError, Slice, Step, WorkList};
 
 const ROUTE: &str = include_str!("wgsl/route.wgsl");
+const ONE: &str = include_str!("wgsl/route_one.wgsl");
 const LIST: &str = include_str!("wgsl/route_list.wgsl");
 const GROUP: &str = include_str!("wgsl/route_group.wgsl");
 const ARGMAX: &str = include_str!("wgsl/route_argmax.wgsl");
@@ -15,6 +16,23 @@ const ARGMAX: &str = include_str!("wgsl/route_argmax.wgsl");
 const ROOM: usize = 1024;
 /// Tokens of a workgroup at most, and pairs of an entry of the work list.
 const FEW: usize = 8;
+/// Threads of a workgroup.
+const THREADS: usize = 256;
+/// Keys of other experts that a lane reads at once; lanes that share a ranking at most.
+const RUN: usize = 8;
+const SPREAD: usize = 4;
+
+/// What a dispatch of [`Route`] does.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Does {
+    /// All, for one token.
+    One,
+    /// All, for a few.
+    Few,
+    /// Weights and ids only.
+    Choose,
+}
+
 /// What [`Route`] reads.
 #[derive(Clone, Copy, Debug)]
 pub struct RouteInputs<'a> {
@@ -54,7 +72,8 @@ pub struct RouteOutputs<'a> {
 /// One dispatch for a few tokens (8 of up to 128 experts), two for more.
 #[derive(Clone, Debug)]
 pub struct Route {
-    /// All in one, for up to `few` tokens.
+    /// All in one, for one token, and for up to `few`.
+    one: Op,
     whole: Op,
     choose: Op,
     group: Op,
@@ -136,7 +155,10 @@ impl Route {
         }
 
         let few = (ROOM / n_experts).clamp(1, FEW);
-        let choose = |listed: bool| {
+        let spread = (THREADS / n_experts).clamp(1, SPREAD);
+        let spread = 1 << spread.ilog2();
+        let choose = |does: Does| {
+            let listed = does != Does::Choose;
             let mut draft = Draft::default()
                 .constant("EXPERTS", n_experts)
                 .constant("TOP_K", top_k)
@@ -150,8 +172,11 @@ impl Route {
                 .flag("LISTED", listed)
                 .flag("HALTS", listed && halt.is_some())
                 .constant("HALT", halt.map_or(0, |(halt, _)| halt.at))
-                .float(64)
-                .text(ROUTE)
+                .constant("PER", n_experts.div_ceil(THREADS))
+                .constant("SPREAD", spread)
+                .constant("PADDED", n_experts.next_multiple_of(RUN * spread))
+                .float(64, 4)
+                .text(if does == Does::One { ONE } else { ROUTE })
                 .buffer("logits", "f32", Access::Read, logits)
                 .buffer("ids", "u32", Access::Write, ids)
                 .buffer("weights", "f32", Access::Write, weights);
@@ -174,14 +199,16 @@ impl Route {
                 None => draft.text("fn correction_of(expert: u32) -> f32 { return 0.0; }\n"),
             };
             if listed {
-                return draft
+                draft = draft
                     .buffer("slots", "u32", Access::Read, slots)
                     .buffer("work", "u32", Access::Write, work)
-                    .buffer("pairs", "u32", Access::Write, pairs)
-                    .text(LIST)
-                    .op(gpu, "route: few");
+                    .buffer("pairs", "u32", Access::Write, pairs);
             }
-            draft.text("fn list(n: u32, lane: u32, goes_on: bool) {}\n").op(gpu, "route")
+            match does {
+                Does::One => draft.op(gpu, "route: one"),
+                Does::Few => draft.text(LIST).op(gpu, "route: few"),
+                Does::Choose => draft.text("fn list(n: u32, lane: u32, goes_on: bool) {}\n").op(gpu, "route"),
+            }
         };
         let group = Draft::default()
             .constant("EXPERTS", n_experts)
@@ -193,8 +220,9 @@ impl Route {
             .buffer("pairs", "u32", Access::Write, pairs)
             .op(gpu, "route: group")?;
         let (scale, number) = (moe.routed_scale as f32, halt.map_or(0.0, |(_, number)| number));
-        let (whole, choose, block) = (choose(true)?, choose(false)?, seen.map_or(0, |(_, block)| block));
-        Ok(Self { whole, choose, group, few, tokens, n_experts, scale, number, block })
+        let (one, whole, choose) = (choose(Does::One)?, choose(Does::Few)?, choose(Does::Choose)?);
+        let block = seen.map_or(0, |(_, block)| block);
+        Ok(Self { one, whole, choose, group, few, tokens, n_experts, scale, number, block })
     }
 
     /// Tokens of one dispatch.
@@ -212,7 +240,8 @@ impl Route {
         let seen = self.block * tokens * self.n_experts;
         let words = [tokens as u32, self.scale.to_bits(), self.number.to_bits(), seen as u32];
         if tokens <= self.few {
-            step.run(&self.whole, &words, [tokens.min(1) as u32, 1, 1]);
+            let op = if tokens == 1 { &self.one } else { &self.whole };
+            step.run(op, &words, [tokens.min(1) as u32, 1, 1]);
             return;
         }
         step.run(&self.choose, &words, [tokens.div_ceil(self.few) as u32, 1, 1]);

@@ -772,6 +772,9 @@ fn attention_is_the_cpus_for_every_shape_of_heads() {
     check_attention(gpu, layout(KvFormat::F16, 1, 128, 128), 9, &lengths, &first, false, Some(32));
     check_attention(gpu, layout(KvFormat::Q8, 1, 256, 256), 9, &lengths, &tokens[..3], false, None);
     check_attention(gpu, layout(KvFormat::F32, 3, 4, 4), 1, &lengths, &tokens, true, Some(16));
+    // So many that the queries of a kv head share a workgroup.
+    let many: Vec<_> = (285..300).map(|position| (0, position, 0)).collect();
+    check_attention(gpu, layout(KvFormat::F16, 4, 64, 64), 4, &lengths, &many, false, Some(64));
 }
 
 /// Tokens of several sessions, some of them a prompt's.
@@ -1043,7 +1046,8 @@ fn experts_are_chosen_weighed_and_listed_as_on_the_cpu() {
         // Corrections of shares; the least divisor counts for some tokens.
         (MoeSpec { norm_min: 0.5, ..moe(64, 6, true) }, &[4, 50], true),
     ] {
-        for &tokens in counts {
+        // One token has a kernel of its own.
+        for tokens in counts.iter().copied().chain([1]) {
             check_route(gpu, &moe, tokens, biased, &logits(tokens, &moe, 6.0));
         }
     }
@@ -1051,6 +1055,7 @@ fn experts_are_chosen_weighed_and_listed_as_on_the_cpu() {
         let groups = Some(GroupSpec { n: 8, top: 3, score });
         let moe = MoeSpec { groups, router: RouterKind::Sigmoid, ..moe(64, 6, true) };
         check_route(gpu, &moe, 11, true, &logits(11, &moe, 4.0));
+        check_route(gpu, &moe, 1, true, &logits(1, &moe, 4.0));
     }
 }
 
@@ -1068,6 +1073,7 @@ fn ties_go_to_the_lower_expert_and_extreme_logits_choose_as_on_the_cpu() {
     ];
     let logits: Vec<f32> = rows.into_iter().flatten().collect();
     check_route(gpu, &moe, logits.len() / 16, false, &logits);
+    rows.iter().for_each(|row| check_route(gpu, &moe, 1, false, row));
 }
 
 #[test]

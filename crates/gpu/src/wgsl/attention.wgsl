@@ -36,7 +36,11 @@ const VECTORS: u32 = (QUERIES + 3u) / 4u;
 const VALUE_WORDS: u32 = VALUE_DIM / 4u;
 const SLICES: u32 = THREADS / COLUMNS;
 // Rows of values that a lane reads before it adds them up: a round trip to memory for each would take longest of all.
-const AT_ONCE: u32 = 8u;
+const AT_ONCE: u32 = select(8u, 16u, FEW);
+// So few queries leave a lane registers to read values ahead of the weights.
+const FEW: bool = QUERIES <= 2u;
+// Queries of a vector.
+const IN_VECTOR: u32 = min(QUERIES, 4u);
 // The weight of a position that a query does not see: -0, which no weight is.
 const UNSEEN: u32 = 0x80000000u;
 
@@ -53,6 +57,20 @@ fn loose4(a: vec4<f32>, b: vec4<f32>, c: vec4<f32>) -> vec4<f32> {
     return fma(a, b, c);
 }
 
+fn most_of(v: vec4<f32>) -> vec4<f32> {
+    if (QUERIES == 1u) {
+        return vec4(subgroupMax(v.x), v.yzw);
+    }
+    return subgroupMax(v);
+}
+
+fn sum_of(v: vec4<f32>) -> vec4<f32> {
+    if (QUERIES == 1u) {
+        return vec4(subgroupAdd(v.x), v.yzw);
+    }
+    return subgroupAdd(v);
+}
+
 /// First 16 bytes of the row of a position of the split.
 fn row_at(plane: u32, head: u32, position: u32) -> u32 {
     let block = blocks[position / BLOCK];
@@ -66,10 +84,19 @@ fn main(
     @builtin(subgroup_size) width: u32,
     @builtin(subgroup_invocation_id) place: u32,
 ) {
+    let column = lane % COLUMNS;
+    let slice = lane / COLUMNS;
     let kv_head = wg.y / GROUPS;
     let part = (wg.y % GROUPS) * SHARE;
     let tile = p.first + wg.z * TILE;
     let tokens = min(TILE, p.end - tile);
+    // On its way while it is not known where keys are.
+    let early = TILE == 1u && QUERIES * QUERY_WORDS <= THREADS;
+    var query_word = vec4(0.0);
+    if (early && lane < QUERIES * QUERY_WORDS) {
+        let head = kv_head * PER_KV + min(part + lane / QUERY_WORDS, PER_KV - 1u);
+        query_word = queries[(tile * HEADS + head) * QUERY_WORDS + lane % QUERY_WORDS];
+    }
     // Tokens of one session whose splits are the same ones are served together, others one after the other.
     for (var begin = 0u; begin < tokens;) {
         let lead = rows[tile + begin];
@@ -94,7 +121,10 @@ fn main(
             if (lane < SPLIT / BLOCK && lane * BLOCK < end) {
                 blocks[lane] = tables[lead.y + base / BLOCK + lane];
             }
-            for (var i = lane; i < QUERIES * QUERY_WORDS; i += THREADS) {
+            if (early && lane < QUERIES * QUERY_WORDS) {
+                stage[lane] = query_word;
+            }
+            for (var i = lane; !early && i < QUERIES * QUERY_WORDS; i += THREADS) {
                 let query = i / QUERY_WORDS;
                 // Queries that are not there repeat one that is.
                 let token = tile + clamp(query / SHARE, begin, to - 1u);
@@ -110,6 +140,14 @@ fn main(
             let sees1 = other >= start && other < end;
             let at0 = row_at(0u, kv_head, select(start, quad, sees0));
             let at1 = row_at(0u, kv_head, select(start, other, sees1));
+            // All rows of a run are on their way before the first is used.
+            var rows_ahead: array<Narrow, AT_ONCE>;
+            if (FEW && column < VALUE_WORDS) {
+                for (var j = 0u; j < AT_ONCE; j++) {
+                    let i = clamp(slice + j * SLICES, start, end - 1u);
+                    rows_ahead[j] = values[row_at(1u, kv_head, i) * NARROW + column];
+                }
+            }
             var dots0: array<f32, VECTORS * 4u>;
             var dots1: array<f32, VECTORS * 4u>;
             for (var step = 0u; step < STEPS; step++) {
@@ -167,7 +205,7 @@ fn main(
             let position = lane % SPLIT;
             let vector = min(lane / SPLIT, VECTORS - 1u);
             var seen = vec4(false);
-            for (var i = 0u; i < 4u; i++) {
+            for (var i = 0u; i < IN_VECTOR; i++) {
                 let token = (4u * vector + i) / SHARE;
                 if (token >= begin && token < to) {
                     let row = rows[tile + token];
@@ -176,7 +214,7 @@ fn main(
             }
             let low = vec4(bitcast<f32>(p.low));
             let score = select(low, scores[position * VECTORS + vector], seen);
-            let most = subgroupMax(score);
+            let most = most_of(score);
             if (place == 0u) {
                 maxima[lane / width] = most;
             }
@@ -191,11 +229,11 @@ fn main(
             // Scores that are all -infinity have no weight, rather than none that is a number.
             let origin = select(maximum, vec4(0.0), bitcast<vec4<u32>>(maximum) == vec4(p.low));
             var weight: vec4<f32>;
-            for (var i = 0u; i < 4u; i++) {
+            for (var i = 0u; i < IN_VECTOR; i++) {
                 weight[i] = exponential(score[i] - origin[i]);
             }
             weight = select(vec4(0.0), weight, seen);
-            let sum = subgroupAdd(weight);
+            let sum = sum_of(weight);
             if (place == 0u) {
                 totals[lane / width] = sum;
             }
@@ -210,7 +248,7 @@ fn main(
                 for (var i = 0u; i < subgroups; i++) {
                     total += totals[before + i];
                 }
-                for (var i = 0u; i < 4u; i++) {
+                for (var i = 0u; i < IN_VECTOR; i++) {
                     let query = 4u * vector + i;
                     let token = query / SHARE;
                     let head = part + query % SHARE;
@@ -221,17 +259,13 @@ fn main(
                 }
             }
 
-            let column = lane % COLUMNS;
-            let slice = lane / COLUMNS;
             var acc: array<vec4<f32>, QUERIES>;
             for (var q = 0u; q < QUERIES; q++) {
                 acc[q] = vec4(0.0);
             }
             if (column < VALUE_WORDS) {
                 for (var first = slice; first < end; first += SLICES * AT_ONCE) {
-                    // All are on their way before the first is used.
-                    var rows_ahead: array<Narrow, AT_ONCE>;
-                    for (var j = 0u; j < AT_ONCE; j++) {
+                    for (var j = 0u; j < AT_ONCE && (!FEW || first > slice); j++) {
                         let i = clamp(first + j * SLICES, start, end - 1u);
                         rows_ahead[j] = values[row_at(1u, kv_head, i) * NARROW + column];
                     }

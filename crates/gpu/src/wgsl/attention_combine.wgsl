@@ -1,4 +1,4 @@
-// Joins a token's splits, in ascending order: a quad of lanes for a group of columns, which it may quantise.
+// Joins a token's splits, in ascending order: a team of lanes for a group of columns, which it may quantise.
 // Workgroups: (groups, token).
 //
 // Needs: quantise.wgsl (const GROUP), norm_float.wgsl, fn fma4, const HEADS, VALUE_DIM, CELLS (groups of a token), PLANE,
@@ -21,13 +21,13 @@ fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) l
     let token = p.first + wg.y;
     let row = rows[token];
     let count = row.x / SPLIT - row.z / SPLIT + 1u;
-    let group = wg.x * (THREADS / 4u) + lane / 4u;
+    let group = wg.x * (THREADS / TEAM) + lane / TEAM;
     var x: array<vec4<f32>, WORDS>;
     for (var i = 0u; i < WORDS; i++) {
         x[i] = vec4(0.0);
     }
     for (var begin = 0u; begin < WORDS; begin += AT_ONCE) {
-        let chunk = group * (GROUP / 4u) + 4u * begin + lane % 4u;
+        let chunk = group * (GROUP / 4u) + TEAM * begin + lane % TEAM;
         if (chunk < ROW_WORDS) {
             let head = chunk / VALUE_WORDS;
             var maximum = bitcast<f32>(p.low);
@@ -52,7 +52,7 @@ fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) l
                     stat[r] = stats[(first + s) * HEADS + head];
                     let at = ((first + s) * HEADS + head) * VALUE_WORDS + chunk % VALUE_WORDS;
                     for (var i = 0u; i < AT_ONCE; i++) {
-                        values[r * AT_ONCE + i] = sums[at + 4u * i];
+                        values[r * AT_ONCE + i] = sums[at + TEAM * i];
                     }
                 }
                 for (var r = 0u; r < READS; r++) {
@@ -72,7 +72,7 @@ fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) l
             for (var i = 0u; i < AT_ONCE; i++) {
                 x[begin + i] = x[begin + i] / vec4(total);
                 if (PLANE) {
-                    store_mixed(token, chunk + 4u * i, x[begin + i]);
+                    store_mixed(token, chunk + TEAM * i, x[begin + i]);
                 }
             }
         }
@@ -80,7 +80,7 @@ fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) l
     if (CODED) {
         let coded = quantise(x);
         if (group < CELLS) {
-            store_codes(token * CELLS + group, lane % 4u, coded);
+            store_codes(token * CELLS + group, lane % TEAM, coded);
         }
     }
 }

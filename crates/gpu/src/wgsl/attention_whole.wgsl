@@ -38,17 +38,17 @@ fn hand_out(token: u32, head: u32, count: u32, lane: u32) {
     }
     if (CODED) {
         let groups = count * VALUE_WORDS / (GROUP / 4u);
-        for (var base = 0u; base < 4u * groups; base += THREADS) {
+        for (var base = 0u; base < TEAM * groups; base += THREADS) {
             let id = base + lane;
             // Lanes past the end repeat the last group, and write nothing.
-            let group = min(id >> 2u, groups - 1u);
+            let group = min(id / TEAM, groups - 1u);
             var x: array<vec4<f32>, WORDS>;
             for (var i = 0u; i < WORDS; i++) {
-                x[i] = scores[group * (GROUP / 4u) + 4u * i + (id & 3u)];
+                x[i] = scores[group * (GROUP / 4u) + TEAM * i + id % TEAM];
             }
             let coded = quantise(x);
-            if ((id >> 2u) < groups) {
-                store_codes(token * CELLS + first / (GROUP / 4u) + group, id & 3u, coded);
+            if (id / TEAM < groups) {
+                store_codes(token * CELLS + first / (GROUP / 4u) + group, id % TEAM, coded);
             }
         }
     }

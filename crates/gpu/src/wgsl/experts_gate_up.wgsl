@@ -55,17 +55,17 @@ fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) l
     }
     products(&job, lane);
     workgroupBarrier();
-    let quads = e.count * GROUPS;
-    for (var base = 0u; base < 4u * quads; base += THREADS) {
+    let all = e.count * GROUPS;
+    for (var base = 0u; base < TEAM * all; base += THREADS) {
         let id = base + lane;
         // Lanes past the end repeat the last group, and write nothing.
-        let quad = min(id >> 2u, quads - 1u);
-        let token = quad / GROUPS;
-        let group = quad % GROUPS;
-        let quarter = id & 3u;
+        let team = min(id / TEAM, all - 1u);
+        let token = team / GROUPS;
+        let group = team % GROUPS;
+        let part = id % TEAM;
         var values: array<vec4<f32>, WORDS>;
         for (var i = 0u; i < WORDS; i++) {
-            let row = group * GROUP + quarter * (GROUP / 4u) + 4u * i;
+            let row = group * GROUP + part * (GROUP / TEAM) + 4u * i;
             // What is past the last block is not there.
             let block = min(row / 32u, blocks - 1u);
             let four = (row % 32u) / 4u;
@@ -76,12 +76,12 @@ fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) l
         }
         let coded = quantise(values);
         let out_group = first_block * 32u / GROUP + group;
-        if ((id >> 2u) < quads && out_group < p.groups) {
+        if (id / TEAM < all && out_group < p.groups) {
             let cell = (e.first + token) * p.groups + out_group;
             for (var i = 0u; i < WORDS; i++) {
-                hidden_codes[cell * (GROUP / 4u) + quarter * WORDS + i] = coded.words[i];
+                hidden_codes[cell * (GROUP / 4u) + part * WORDS + i] = coded.words[i];
             }
-            if (quarter == 0u) {
+            if (part == 0u) {
                 hidden_cells[cell] = vec2(bitcast<u32>(coded.scale), bitcast<u32>(coded.sum));
             }
         }

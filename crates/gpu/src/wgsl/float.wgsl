@@ -106,9 +106,16 @@ fn products(job: ptr<function, Job>, lane: u32) {
         let place = i % (TEAMS * ROWS);
         let row = (*job).first + place;
         let start = ((place % ROWS) * TOKENS + token) * (THREADS / 4u) + place / ROWS * FOURS;
-        var sum = fours[start];
-        for (var j = 1u; j < FOURS; j++) {
-            sum += fours[start + j];
+        // Eight on their way before the first is added.
+        var sum = 0.0;
+        for (var j = 0u; j < FOURS; j += 8u) {
+            var eight: array<f32, 8>;
+            for (var i = 0u; i < 8u; i++) {
+                eight[i] = fours[start + j + i];
+            }
+            for (var i = 0u; i < 8u; i++) {
+                sum = select(sum + eight[i], eight[i], j + i == 0u);
+            }
         }
         if (row < (*job).rows && token < (*job).count) {
             finish(job, row, token, sum);

@@ -4,17 +4,20 @@
 // that a lane reads in advance; 1 if none), NORMED, CODED, CHANGED;
 // load_hidden, store_hidden, load_weight, store_normed, delta, token_of, halted; codes and cells if CODED.
 //
-// Lane q of a quad holds columns 4 * (4i + q) of a group and the three after them, i = 0..WORDS: a quad reads
-// 64 bytes at a time.
+// Lane q of a team holds columns 4 * (TEAM * i + q) of a group and the three after them, i = 0..WORDS.
+//
+// The sum of squares goes by lane, then by team, then by subgroup: its order depends on the width of the row, of
+// its groups and of the device's subgroups alone, not on THREADS.
 
 struct Params { eps: f32, zero: f32, nothing: u32 }
 var<immediate> p: Params;
 
-var<workgroup> sums: array<f32, THREADS / 4u>;
+// By group.
+var<workgroup> sums: array<f32, ROUNDS * THREADS / TEAM>;
 
 /// The i-th vector of a lane in a round.
 fn chunk_of(round: u32, i: u32, lane: u32) -> u32 {
-    return (round * (THREADS / 4u) + lane / 4u) * (GROUP / 4u) + 4u * i + lane % 4u;
+    return (round * (THREADS / TEAM) + lane / TEAM) * (GROUP / 4u) + TEAM * i + lane % TEAM;
 }
 
 @compute @workgroup_size(THREADS)
@@ -47,8 +50,8 @@ fn main(
             x[round * WORDS + i] = v;
         }
     }
-    var sum = 0.0;
     for (var round = 0u; round < ROUNDS; round++) {
+        var sum = 0.0;
         for (var i = 0u; i < WORDS; i++) {
             let chunk = chunk_of(round, i, lane);
             let v = x[round * WORDS + i];
@@ -60,19 +63,22 @@ fn main(
             sum = fma(v.z, v.z, sum);
             sum = fma(v.w, v.w, sum);
         }
-    }
-    let part = subgroupAdd(sum);
-    if (place == 0u) {
-        sums[lane / width] = part;
+        for (var step = 1u; step < TEAM; step *= 2u) {
+            sum += subgroupShuffleXor(sum, step);
+        }
+        if (lane % TEAM == 0u) {
+            sums[round * (THREADS / TEAM) + lane / TEAM] = sum;
+        }
     }
     workgroupBarrier();
+    // Every subgroup for itself: groups past the end are 0.
     var total = 0.0;
-    for (var i = 0u; i < THREADS / width; i++) {
+    for (var i = place; i < GROUPS; i += width) {
         total += sums[i];
     }
-    let inverse = inverse_rms(total, f32(D), p.eps);
+    let inverse = inverse_rms(subgroupAdd(total), f32(D), p.eps);
     for (var round = 0u; round < ROUNDS; round++) {
-        let group = round * (THREADS / 4u) + lane / 4u;
+        let group = round * (THREADS / TEAM) + lane / TEAM;
         var y: array<vec4<f32>, WORDS>;
         for (var i = 0u; i < WORDS; i++) {
             let chunk = chunk_of(round, i, lane);
@@ -94,7 +100,7 @@ fn main(
         if (CODED) {
             let coded = quantise(y);
             if (group < GROUPS && goes_on) {
-                store_codes(row * GROUPS + group, lane % 4u, coded);
+                store_codes(row * GROUPS + group, lane % TEAM, coded);
             }
         }
     }

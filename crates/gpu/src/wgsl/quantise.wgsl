@@ -1,9 +1,9 @@
-// int8 activations (kernels' `Activations`, with its bits wherever the device's fma is fused): four
-// neighbouring lanes share a group of GROUP columns, each holds GROUP / 16 words of four columns.
+// int8 activations (kernels' `Activations`, with its bits wherever the device's fma is fused): a team of TEAM
+// neighbouring lanes of a subgroup shares a group of GROUP columns, each holds WORDS words of four columns.
 //
-// Needs: const GROUP: u32.
+// Needs: const GROUP, TEAM (a power of two): u32.
 
-const WORDS: u32 = GROUP / 16u;
+const WORDS: u32 = GROUP / (4u * TEAM);
 
 /// a / b, rounded once, where neither a, b nor the quotient is subnormal: the device's own division may be
 /// off by some ulps. Markstein's sequence: a reciprocal as good as rounded, then two corrections by the exact
@@ -31,19 +31,25 @@ fn divide(a: f32, b: f32) -> f32 {
 
 struct Codes {
     words: array<u32, WORDS>,
-    // absmax / 127, and the sum of all codes of the group: the same in all four lanes.
+    // absmax / 127, and the sum of all codes of the group: the same in all lanes of a team.
     scale: f32,
     sum: i32,
 }
 
-fn quad_max(x: u32) -> u32 {
-    let y = max(x, subgroupShuffleXor(x, 1u));
-    return max(y, subgroupShuffleXor(y, 2u));
+fn team_max(x: u32) -> u32 {
+    var y = x;
+    for (var step = 1u; step < TEAM; step *= 2u) {
+        y = max(y, subgroupShuffleXor(y, step));
+    }
+    return y;
 }
 
-fn quad_sum(x: i32) -> i32 {
-    let y = x + subgroupShuffleXor(x, 1u);
-    return y + subgroupShuffleXor(y, 2u);
+fn team_sum(x: i32) -> i32 {
+    var y = x;
+    for (var step = 1u; step < TEAM; step *= 2u) {
+        y += subgroupShuffleXor(y, step);
+    }
+    return y;
 }
 
 // Called by whole subgroups.
@@ -54,7 +60,7 @@ fn quantise(x: array<vec4<f32>, WORDS>) -> Codes {
     for (var i = 0u; i < WORDS; i++) {
         most = max(most, bitcast<vec4<u32>>(x[i]) & vec4(0x7fffffffu));
     }
-    let bits = quad_max(max(max(most.x, most.y), max(most.z, most.w)));
+    let bits = team_max(max(max(most.x, most.y), max(most.z, most.w)));
     let absmax = bitcast<f32>(bits);
     let inverse = divide(127.0, absmax);
     // Bits, as comparisons with infinity may be assumed away: overflows for what is as good as zero.
@@ -70,7 +76,7 @@ fn quantise(x: array<vec4<f32>, WORDS>) -> Codes {
         let b = bitcast<vec4<u32>>(codes) & vec4(0xffu);
         out.words[i] = b.x | (b.y << 8u) | (b.z << 16u) | (b.w << 24u);
     }
-    out.sum = quad_sum(sum);
+    out.sum = team_sum(sum);
     // A group with an infinity or a NaN has that as its scale, so every sum over it is NaN.
     let unusable = select(0.0, absmax, bits >= 0x3f800000u);
     out.scale = select(unusable, divide(absmax, 127.0), usable);

@@ -1,0 +1,207 @@
+// What route.wgsl and route_list.wgsl do, of one token: fewer waits, as everything else waits for it. A lane keeps
+// what it has of its experts, sees the keys of all, and nothing is counted that can be told from the ranking.
+//
+// Needs: what route.wgsl needs but TOKENS, LISTED; const PER (experts of a lane), SPREAD (lanes that share the ranking of
+// an expert), PADDED (EXPERTS, up to whole runs of keys).
+
+struct Params { tokens: u32, scale: f32, number: f32, seen: u32, nothing: u32 }
+var<immediate> p: Params;
+
+const THREADS: u32 = 256u;
+const SIZE: u32 = EXPERTS / GROUPS;
+const ABSENT: u32 = 0xffffffffu;
+// Keys that a lane reads before it compares them.
+const RUN: u32 = 8u;
+
+var<workgroup> scores: array<f32, EXPERTS>;
+// What experts are ranked by, and one more: 0 is for those that are not.
+var<workgroup> keys: array<u32, PADDED>;
+var<workgroup> here: array<u32, EXPERTS>;
+var<workgroup> lanes: array<f32, 16>;
+var<workgroup> peaks: array<u32, THREADS / 4u>;
+var<workgroup> group_keys: array<u32, GROUPS>;
+var<workgroup> order: array<u32, TOP_K>;
+
+/// Orders like the number, both zeros alike; NaN is 0, the least of all.
+fn key_of(x: f32) -> u32 {
+    let bits = bitcast<u32>(x);
+    let magnitude = bits & 0x7fffffffu;
+    let key = select(bits | 0x80000000u, ~bits, bits > 0x80000000u);
+    return select(select(key, 0x80000000u, magnitude == 0u), 0u, magnitude > 0x7f800000u);
+}
+
+/// The number of a key, but for NaN.
+fn of_key(key: u32) -> f32 {
+    return bitcast<f32>(select(~key, key & 0x7fffffffu, key >= 0x80000000u));
+}
+
+fn is_nan(x: f32) -> bool {
+    return (bitcast<u32>(x) & 0x7fffffffu) > 0x7f800000u;
+}
+
+@compute @workgroup_size(THREADS)
+fn main(
+    @builtin(local_invocation_index) lane: u32,
+    @builtin(subgroup_size) width: u32,
+    @builtin(subgroup_invocation_id) place: u32,
+) {
+    // Nothing waits for it but what is written.
+    var goes_on = true;
+    if (HALTS) {
+        goes_on = weights[HALT] == 0.0;
+    }
+    var score: array<f32, PER>;
+    var correction_ahead: array<f32, PER>;
+    var peak = 0u;
+    for (var k = 0u; k < PER; k++) {
+        let i = k * THREADS + lane;
+        if (i < EXPERTS) {
+            let logit = logits[i] + bias_of(i);
+            let slot = slots[i];
+            correction_ahead[k] = correction_of(i);
+            score[k] = logit;
+            see(i, logit);
+            here[i] = slot;
+            // Here NaN is to be found: it is above all numbers.
+            peak = max(peak, select(key_of(logit), 0xffffffffu, is_nan(logit)));
+        }
+    }
+    if (SIGMOID) {
+        for (var k = 0u; k < PER; k++) {
+            score[k] = select(divide(1.0, 1.0 + exponential(-score[k])), score[k], is_nan(score[k]));
+        }
+    } else {
+        let most = subgroupMax(peak);
+        if (place == 0u) {
+            peaks[lane / width] = most;
+        }
+        workgroupBarrier();
+        for (var s = 0u; s < THREADS / width; s++) {
+            peak = max(peak, peaks[s]);
+        }
+        for (var k = 0u; k < PER; k++) {
+            let i = k * THREADS + lane;
+            score[k] = exponential(score[k] - of_key(peak));
+            if (i < EXPERTS) {
+                scores[i] = score[k];
+            }
+        }
+        workgroupBarrier();
+        if (lane < 16u) {
+            var sum = 0.0;
+            for (var e = lane; e < EXPERTS; e += 16u) {
+                sum += scores[e];
+            }
+            lanes[lane] = sum;
+        }
+        workgroupBarrier();
+        var s: array<f32, 8>;
+        for (var l = 0u; l < 8u; l++) {
+            s[l] = lanes[l] + lanes[l + 8u];
+        }
+        let sum = ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
+        for (var k = 0u; k < PER; k++) {
+            score[k] = divide(score[k], sum);
+        }
+    }
+    for (var k = 0u; k < PER; k++) {
+        let i = k * THREADS + lane;
+        if (i < EXPERTS) {
+            scores[i] = score[k];
+        }
+        if (i < PADDED) {
+            keys[i] = select(0u, key_of(score[k] + correction_ahead[k]) + 1u, i < EXPERTS);
+        }
+    }
+    workgroupBarrier();
+    if (GROUPS > 1u) {
+        for (var group = lane; group < GROUPS; group += THREADS) {
+            var best = 0u;
+            var second = 0u;
+            for (var e = 0u; e < SIZE; e++) {
+                let key = keys[group * SIZE + e] - 1u;
+                second = max(second, min(best, key));
+                best = max(best, key);
+            }
+            group_keys[group] = select(best, key_of(of_key(best) + of_key(second)), BEST_TWO);
+        }
+        workgroupBarrier();
+        for (var i = lane; i < EXPERTS; i += THREADS) {
+            if (!allowed(i / SIZE)) {
+                keys[i] = 0u;
+            }
+        }
+        workgroupBarrier();
+    }
+    // A rank is the number of those that come before: of equal keys the lower experts.
+    let part = lane % SPREAD;
+    for (var first = 0u; first < EXPERTS; first += THREADS / SPREAD) {
+        let expert = first + lane / SPREAD;
+        let key = keys[min(expert, EXPERTS - 1u)];
+        var rank = 0u;
+        for (var e = part; e < PADDED; e += RUN * SPREAD) {
+            var others: array<u32, RUN>;
+            for (var j = 0u; j < RUN; j++) {
+                others[j] = keys[e + j * SPREAD];
+            }
+            for (var j = 0u; j < RUN; j++) {
+                let least = key + select(0u, 1u, e + j * SPREAD >= expert);
+                rank += select(0u, 1u, others[j] >= least);
+            }
+        }
+        for (var step = 1u; step < SPREAD; step *= 2u) {
+            rank += subgroupShuffleXor(rank, step);
+        }
+        if (expert < EXPERTS && key > 0u && rank < TOP_K) {
+            order[rank] = expert;
+        }
+    }
+    workgroupBarrier();
+    if (lane >= TOP_K) {
+        return;
+    }
+    let expert = order[lane];
+    var divisor = 0.0;
+    var before = 0u;
+    var missing = 0u;
+    // In the order of the ranking, as the CPU sums.
+    for (var j = 0u; j < TOP_K; j++) {
+        let other = order[j];
+        divisor += scores[other];
+        before += select(0u, 1u, other < expert);
+        missing += select(0u, 1u, here[other] == ABSENT);
+    }
+    var weight = scores[expert];
+    if (NORM) {
+        weight = divide(weight, select(divisor, NORM_MIN, divisor < NORM_MIN));
+    }
+    if (goes_on) {
+        ids[before] = expert;
+        weights[before] = weight * p.scale;
+        pairs[before] = before;
+        let at = 4u + 4u * before;
+        work[at] = here[expert];
+        work[at + 1u] = before;
+        work[at + 2u] = 1u;
+        work[at + 3u] = expert;
+    }
+    if (lane == 0u) {
+        work[0] = select(0u, TOP_K, goes_on);
+        work[1] = select(0u, missing, goes_on);
+        work[2] = select(0u, TOP_K, goes_on);
+        work[3] = 0u;
+        if (HALTS && goes_on && missing > 0u) {
+            weights[HALT] = p.number;
+        }
+    }
+}
+
+fn allowed(group: u32) -> bool {
+    let key = group_keys[group];
+    var rank = 0u;
+    for (var g = 0u; g < GROUPS; g++) {
+        let other = group_keys[g];
+        rank += select(0u, 1u, other > key || (other == key && g < group));
+    }
+    return rank < TOP_GROUPS;
+}
