@@ -158,7 +158,7 @@ impl Vault {
             Err(source) => return Err(EngineError::Io { file: path, source }),
         };
         if let Some(entry) = listed {
-            let found = format!("{:08x}", crc32c::crc32c(&bytes));
+            let found = format!("{:08x}", smoe_format::crc::crc32c(&bytes));
             if entry.bytes != bytes.len() as u64 || entry.crc32c != found {
                 let what = format!(
                     "{} bytes with checksum {found}, expected {} with {}",

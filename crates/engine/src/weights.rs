@@ -291,7 +291,7 @@ fn read_all(disk: &dyn Disk, buffer: &mut [u8], threads: usize) -> Result<u32, E
             let next = pieces.lock().ok().and_then(|mut pieces| pieces.next());
             let Some((i, piece)) = next else { return Ok(()) };
             disk.read_range((i * PIECE) as u64, piece)?;
-            let sum = crc32c::crc32c(piece);
+            let sum = smoe_format::crc::crc32c(piece);
             if let Ok(mut sums) = sums.lock() {
                 sums[i] = sum;
             }
@@ -308,5 +308,5 @@ fn read_all(disk: &dyn Disk, buffer: &mut [u8], threads: usize) -> Result<u32, E
     Ok(sums
         .iter()
         .enumerate()
-        .fold(0, |crc, (i, &sum)| crc32c::crc32c_combine(crc, sum, PIECE.min(len - i * PIECE))))
+        .fold(0, |crc, (i, &sum)| smoe_format::crc::crc32c_combine(crc, sum, PIECE.min(len - i * PIECE))))
 }

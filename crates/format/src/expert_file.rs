@@ -505,7 +505,7 @@ impl ExpertFile {
         }
         out.put(&config);
         out.resize(out.len().next_multiple_of(RECORD_ALIGN), 0);
-        let crc = crc32c::crc32c(&out);
+        let crc = crate::crc::crc32c(&out);
         out[EXTENSION_OFFSET + 12..EXTENSION_OFFSET + 16].copy_from_slice(&crc.to_le_bytes());
         out
     }
@@ -571,8 +571,8 @@ fn parse_v3(head: &[u8], file_len: u64) -> Result<ExpertFile, FormatError> {
     ext.magic(EXTENSION_MAGIC)?;
     let expected = ext.u32(12);
     let crc_at = EXTENSION_OFFSET + 12;
-    let found = crc32c::crc32c_append(
-        crc32c::crc32c_append(crc32c::crc32c(&head[..crc_at]), &[0; 4]),
+    let found = crate::crc::crc32c_append(
+        crate::crc::crc32c_append(crate::crc::crc32c(&head[..crc_at]), &[0; 4]),
         &head[crc_at + 4..],
     );
     if found != expected {

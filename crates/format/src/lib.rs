@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 pub mod backbone;
+pub mod crc;
 pub mod encoding;
 pub mod entropy;
 mod error;
@@ -63,15 +64,15 @@ pub mod file_name {
 /// bytes of the record, padding included, so that a record in another's place does not pass.
 #[must_use]
 pub fn record_crc(key: ExpertKey, bytes: &[u8]) -> u32 {
-    crc32c::crc32c_append(record_crc_start(key), bytes)
+    crc::crc32c_append(record_crc_start(key), bytes)
 }
 
 /// The checksum of a record before its first byte, for those who have its bytes piece by piece and append
-/// them with `crc32c_append`.
+/// them with [`crc::crc32c_append`].
 #[must_use]
 pub fn record_crc_start(key: ExpertKey) -> u32 {
     let mut seed = [0; 8];
     seed[..4].copy_from_slice(&key.layer.to_le_bytes());
     seed[4..].copy_from_slice(&key.expert.to_le_bytes());
-    crc32c::crc32c(&seed)
+    crc::crc32c(&seed)
 }

@@ -70,7 +70,7 @@ fn planned() -> ExpertFile {
 /// A head with the checksum that its bytes have now.
 fn mended(mut head: Vec<u8>) -> Vec<u8> {
     head[204..208].fill(0);
-    let crc = crc32c::crc32c(&head);
+    let crc = smoe_format::crc::crc32c(&head);
     head[204..208].copy_from_slice(&crc.to_le_bytes());
     head
 }

@@ -447,8 +447,9 @@ impl Checkpoint {
 
     /// What the fingerprint takes out of tensors: name, place, bytes.
     fn samples(&self) -> impl Iterator<Item = (&str, At, usize)> {
-        let taken =
-            |name: &str| !name.contains(".experts.") || crc32c::crc32c(name.as_bytes()).is_multiple_of(64);
+        let taken = |name: &str| {
+            !name.contains(".experts.") || smoe_format::crc::crc32c(name.as_bytes()).is_multiple_of(64)
+        };
         self.spans.iter().filter(move |(name, _)| taken(name)).map(|(name, span)| {
             let len = span.bytes.min(SAMPLE);
             (name.as_str(), span.at.skip((span.bytes - len) / 2), len as usize)

@@ -215,7 +215,7 @@ pub(crate) struct Writer<'a> {
 impl Writer<'_> {
     pub fn put(&mut self, bytes: &[u8]) -> Result<(), SculptError> {
         self.file.write_all_at(bytes, self.at).map_err(SculptError::io("write", self.path))?;
-        self.crc = crc32c::crc32c_append(self.crc, bytes);
+        self.crc = smoe_format::crc::crc32c_append(self.crc, bytes);
         self.at += bytes.len() as u64;
         Ok(())
     }
@@ -357,7 +357,7 @@ pub(crate) fn crc_at(
     while at < end {
         buffer.resize((end - at).min(PIECE) as usize, 0);
         file.read_exact_at(buffer, at)?;
-        crc = crc32c::crc32c_append(crc, buffer);
+        crc = smoe_format::crc::crc32c_append(crc, buffer);
         at += buffer.len() as u64;
     }
     Ok(crc)

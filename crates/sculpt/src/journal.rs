@@ -28,7 +28,7 @@ pub(crate) struct Journal {
 
 /// A line for `text`.
 fn push_line(lines: &mut String, text: &str) {
-    writeln!(lines, "{text} {:08x}", crc32c::crc32c(text.as_bytes())).expect("strings grow");
+    writeln!(lines, "{text} {:08x}", smoe_format::crc::crc32c(text.as_bytes())).expect("strings grow");
 }
 
 /// The line of a finished piece.
@@ -80,7 +80,8 @@ impl Journal {
 /// The text of a line, if its checksum is right.
 fn checked(line: &[u8]) -> Option<&str> {
     let (text, crc) = std::str::from_utf8(line).ok()?.rsplit_once(' ')?;
-    let right = crc.len() == 8 && u32::from_str_radix(crc, 16) == Ok(crc32c::crc32c(text.as_bytes()));
+    let right =
+        crc.len() == 8 && u32::from_str_radix(crc, 16) == Ok(smoe_format::crc::crc32c(text.as_bytes()));
     right.then_some(text)
 }
 

@@ -480,13 +480,14 @@ impl Work<'_> {
         crcs: &[u32],
     ) -> Result<(), SculptError> {
         let plan = self.plan;
-        let mut backbone_crc = crc32c::crc32c(&plan.backbone.header);
+        let mut backbone_crc = smoe_format::crc::crc32c(&plan.backbone.header);
         for (&item, &crc) in items.iter().zip(crcs) {
             match item {
                 Item::Expert(i) => experts.records[i].crc32c = Some(crc),
                 // Runs are in file order.
                 Item::Run { .. } => {
-                    backbone_crc = crc32c::crc32c_combine(backbone_crc, crc, plan.place(item).1 as usize);
+                    backbone_crc =
+                        smoe_format::crc::crc32c_combine(backbone_crc, crc, plan.place(item).1 as usize);
                 }
             }
         }
@@ -509,7 +510,7 @@ impl Work<'_> {
         let mut file = File::create(&path).map_err(SculptError::io("create", &path))?;
         file.write_all(&bytes).map_err(SculptError::io("write", &path))?;
         file.sync_all().map_err(SculptError::io("write", &path))?;
-        Ok(crc32c::crc32c(&bytes))
+        Ok(smoe_format::crc::crc32c(&bytes))
     }
 
     /// Reads everything back; the problems.

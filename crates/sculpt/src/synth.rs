@@ -371,17 +371,20 @@ impl Plan {
         }
         let crcs: Vec<u32> = crcs.iter().map(|crc| *crc.get().expect("all items are done")).collect();
         let (runs, records) = crcs.split_at(items.len() - records);
-        let mut backbone_crc = crc32c::crc32c(&self.backbone.header);
+        let mut backbone_crc = smoe_format::crc::crc32c(&self.backbone.header);
         for ((tensor, run), &crc) in self.backbone.runs().zip(runs) {
             let len = self.backbone.place(tensor, run).1;
-            backbone_crc = crc32c::crc32c_combine(backbone_crc, crc, len as usize);
+            backbone_crc = smoe_format::crc::crc32c_combine(backbone_crc, crc, len as usize);
         }
         let mut experts = self.experts.clone();
         for (i, record) in experts.records.iter_mut().enumerate() {
             // The layers' keys differ, so do the checksums of the record that they share.
             let crc = records[i % records.len()];
-            record.crc32c =
-                Some(crc32c::crc32c_combine(record_crc_start(record.key), crc, record.len as usize));
+            record.crc32c = Some(smoe_format::crc::crc32c_combine(
+                record_crc_start(record.key),
+                crc,
+                record.len as usize,
+            ));
         }
         if let Architecture::Manifest(manifest) = &mut experts.architecture {
             manifest.files = entries(self.backbone.file_len, backbone_crc, self.text.as_ref());
@@ -488,7 +491,9 @@ impl Plan {
 fn entries(backbone_len: u64, backbone_crc: u32, text: Option<&Text>) -> Vec<FileEntry> {
     let mut entries = vec![FileEntry::new(file_name::BACKBONE, backbone_len, backbone_crc)];
     let side = text.iter().flat_map(|text| &text.files);
-    entries.extend(side.map(|(name, bytes)| FileEntry::new(name, bytes.len() as u64, crc32c::crc32c(bytes))));
+    entries.extend(
+        side.map(|(name, bytes)| FileEntry::new(name, bytes.len() as u64, smoe_format::crc::crc32c(bytes))),
+    );
     entries
 }
 

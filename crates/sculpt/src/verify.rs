@@ -365,7 +365,7 @@ fn compare(
             }
             Piece::Part { file, len, .. } => {
                 let both = whole[*file].zip(crc.get());
-                whole[*file] = both.map(|(a, &b)| crc32c::crc32c_combine(a, b, *len as usize));
+                whole[*file] = both.map(|(a, &b)| smoe_format::crc::crc32c_combine(a, b, *len as usize));
             }
         }
     }

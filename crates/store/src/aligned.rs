@@ -161,7 +161,7 @@ impl AlignedBuf {
     ///
     /// # Errors
     /// [`OutOfMemory`] where the system refuses.
-    pub(crate) fn zeroed_side_by_side(count: usize, len: usize) -> Result<Vec<Self>, OutOfMemory> {
+    pub fn zeroed_side_by_side(count: usize, len: usize) -> Result<Vec<Self>, OutOfMemory> {
         let too_large = || OutOfMemory { bytes: len, source: io::Error::from(io::ErrorKind::OutOfMemory) };
         let each = len.checked_next_multiple_of(PAGE).ok_or_else(too_large)?;
         let all = each.checked_mul(count).ok_or_else(too_large)?;

@@ -602,7 +602,7 @@ struct Read<'a> {
 impl Read<'_> {
     fn perform(&mut self, disk: &dyn WriteDisk) {
         self.intact = match disk.read_range(self.offset, self.into) {
-            Ok(()) => Ok(crc32c::crc32c(self.into) == self.crc),
+            Ok(()) => Ok(smoe_format::crc::crc32c(self.into) == self.crc),
             // Cut off since it was opened.
             Err(DiskError::Short { .. }) => Ok(false),
             Err(error) => Err(error),
@@ -635,7 +635,7 @@ fn in_parallel<T: Send>(items: &mut [T], threads: usize, work: impl Fn(&mut T) +
 fn copy_with_crc(from: &[u8], to: &mut [u8]) -> u32 {
     from.chunks(COPY_BYTES).zip(to.chunks_mut(COPY_BYTES)).fold(0, |crc, (from, to)| {
         to[..from.len()].copy_from_slice(from);
-        crc32c::crc32c_append(crc, from)
+        smoe_format::crc::crc32c_append(crc, from)
     })
 }
 

@@ -284,7 +284,7 @@ struct Summed<T> {
 
 impl Summed<&mut dyn Write> {
     fn write_all(&mut self, bytes: &[u8]) -> io::Result<()> {
-        self.sum = crc32c::crc32c_append(self.sum, bytes);
+        self.sum = smoe_format::crc::crc32c_append(self.sum, bytes);
         self.inner.write_all(bytes)
     }
 }
@@ -292,7 +292,7 @@ impl Summed<&mut dyn Write> {
 impl Summed<&mut dyn Read> {
     fn fill(&mut self, bytes: &mut [u8]) -> io::Result<()> {
         self.inner.read_exact(bytes)?;
-        self.sum = crc32c::crc32c_append(self.sum, bytes);
+        self.sum = smoe_format::crc::crc32c_append(self.sum, bytes);
         Ok(())
     }
 

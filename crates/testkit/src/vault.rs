@@ -57,7 +57,8 @@ pub fn write_vault(
 ) {
     let backbone = backbone_bytes(spec, weights, backbone);
     write(&dir.join(file_name::BACKBONE), &backbone);
-    let entry = |name: &str, bytes: &[u8]| FileEntry::new(name, bytes.len() as u64, crc32c::crc32c(bytes));
+    let entry =
+        |name: &str, bytes: &[u8]| FileEntry::new(name, bytes.len() as u64, smoe_format::crc::crc32c(bytes));
     let mut files = vec![entry(file_name::BACKBONE, &backbone)];
     for (name, bytes) in side_files {
         write(&dir.join(name), bytes);

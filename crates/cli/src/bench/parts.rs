@@ -31,7 +31,7 @@ pub fn disk(path: &Path) -> Result<Record, Failure> {
     let mut best = 0f64;
     for bytes in READS.into_iter().filter(|bytes| *bytes as u64 <= smoe_store::Disk::len(&file)) {
         let spinner = progress::spinner("reading");
-        let ceiling = ceiling::disk(&file, bytes, TIME);
+        let ceiling = ceiling::disk(&file, bytes, TIME, 0);
         spinner.finish_and_clear();
         let ceiling = ceiling?;
         let depths: Map<String, Value> = ceiling

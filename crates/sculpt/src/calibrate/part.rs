@@ -53,7 +53,7 @@ pub(super) fn write(dir: &Path, head: &Head, layer: u32, experts: &[Sum]) -> Res
     let mut out = BufWriter::with_capacity(1 << 20, file);
     let mut crc = 0;
     let mut put = |bytes: &[u8]| {
-        crc = crc32c::crc32c_append(crc, bytes);
+        crc = smoe_format::crc::crc32c_append(crc, bytes);
         out.write_all(bytes)
     };
     let mut all = || {

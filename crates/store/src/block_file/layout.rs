@@ -73,8 +73,9 @@ impl Geometry {
     }
 
     fn descriptor_crc(&self, slot: u32, page: &[u8]) -> u32 {
-        let seed = crc32c::crc32c_append(crc32c::crc32c(&self.fingerprint), &slot.to_le_bytes());
-        crc32c::crc32c_append(seed, &page[..DESCRIPTOR_CRC_AT])
+        let seed =
+            smoe_format::crc::crc32c_append(smoe_format::crc::crc32c(&self.fingerprint), &slot.to_le_bytes());
+        smoe_format::crc::crc32c_append(seed, &page[..DESCRIPTOR_CRC_AT])
     }
 }
 
@@ -98,7 +99,7 @@ pub(crate) fn write_header(geometry: &Geometry, page: &mut [u8]) {
     page[16..48].copy_from_slice(&geometry.fingerprint);
     page[48..56].copy_from_slice(&(geometry.payload_bytes as u64).to_le_bytes());
     page[56..64].copy_from_slice(&(geometry.slot_bytes as u64).to_le_bytes());
-    let crc = crc32c::crc32c(&page[..HEADER_CRC_AT]);
+    let crc = smoe_format::crc::crc32c(&page[..HEADER_CRC_AT]);
     page[HEADER_CRC_AT..HEADER_CRC_AT + 4].copy_from_slice(&crc.to_le_bytes());
     page[BLOCK - 8..BLOCK].copy_from_slice(&HEADER_MAGIC);
 }
@@ -123,7 +124,7 @@ pub(crate) fn read_header(geometry: &Geometry, page: &[u8]) -> Header {
     if !begins && page[BLOCK - 8..BLOCK] != HEADER_MAGIC {
         return Header::Foreign;
     }
-    if !begins || crc32c::crc32c(&page[..HEADER_CRC_AT]) != u32_at(page, HEADER_CRC_AT) {
+    if !begins || smoe_format::crc::crc32c(&page[..HEADER_CRC_AT]) != u32_at(page, HEADER_CRC_AT) {
         return stale("its header is damaged");
     }
     let (version, payload_bytes) = (u32_at(page, 8), u64_at(page, 48));
@@ -253,7 +254,7 @@ mod tests {
         assert!(why(Geometry { payload_bytes: 4097, ..geometry() }).contains("5000"));
         let mut newer = page.clone();
         newer[8] = 2;
-        let crc = crc32c::crc32c(&newer[..HEADER_CRC_AT]);
+        let crc = smoe_format::crc::crc32c(&newer[..HEADER_CRC_AT]);
         newer[HEADER_CRC_AT..HEADER_CRC_AT + 4].copy_from_slice(&crc.to_le_bytes());
         let Header::Stale(why) = read_header(&geometry(), &newer) else { panic!() };
         assert!(why.contains("version 2"), "{why}");

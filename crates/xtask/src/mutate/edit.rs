@@ -357,14 +357,14 @@ fn mend_in(base: &Base, files: &Files, experts: &mut [u8]) -> bool {
         let Some(bytes) = files.get(&entry.name) else { continue };
         let line = |bytes: u64, crc: &str| format!("\"bytes\":{bytes},\"crc32c\":\"{crc}\"");
         let old = line(entry.bytes, &entry.crc32c);
-        let new = line(bytes.len() as u64, &format!("{:08x}", crc32c::crc32c(bytes)));
+        let new = line(bytes.len() as u64, &format!("{:08x}", smoe_format::crc::crc32c(bytes)));
         let at = experts[..data as usize].windows(old.len()).position(|window| window == old.as_bytes());
         if let Some(at) = at.filter(|_| old.len() == new.len()) {
             experts[at..at + new.len()].copy_from_slice(new.as_bytes());
         }
     }
     experts[HEAD_CRC].fill(0);
-    let crc = crc32c::crc32c(&experts[..data as usize]);
+    let crc = smoe_format::crc::crc32c(&experts[..data as usize]);
     experts[HEAD_CRC].copy_from_slice(&crc.to_le_bytes());
     true
 }
