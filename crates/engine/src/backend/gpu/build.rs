@@ -133,6 +133,7 @@ impl GpuBackend {
             recorder: Recorder::new(gpu.clone(), meter.clone()),
             tokens: 0,
             visible: 0,
+            context: plan.context,
             next: 0,
             pending: Pending::Nothing,
             layers,
