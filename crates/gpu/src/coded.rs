@@ -127,6 +127,25 @@ pub(crate) struct Cut {
     pub(crate) threads: u32,
     items: u32,
     pub(crate) slots: u32,
+    own: Option<Own>,
+}
+
+/// An operand of one f32 row that workgroups quantise themselves.
+#[derive(Clone, Copy, Debug)]
+struct Own {
+    cols: u32,
+    groups: u32,
+    group: u32,
+    team: u32,
+}
+
+/// The share of what a workgroup may share that such a row may take.
+const OWN_SHARE: u32 = 4;
+
+/// Whether workgroups can quantise a row of so many columns themselves.
+pub(crate) fn can_own(gpu: &Gpu, uniform: Uniform, cols: usize) -> bool {
+    let bytes = uniform.groups(cols) * (uniform.group() + 8);
+    cols.is_multiple_of(4) && bytes <= (gpu.shared_bytes() / OWN_SHARE) as usize
 }
 
 impl Cut {
@@ -134,10 +153,27 @@ impl Cut {
         let Tuning { threads, items } = tuning;
         assert!(matches!(threads, 64 | 128 | 256 | 512) && matches!(items, 1 | 2), "{tuning:?}");
         let threads = threads.min(gpu.most_threads() as u32);
+        Self::over(gpu, uniform, pass, threads, items, None)
+    }
+
+    /// The same for one token whose f32 row workgroups quantise themselves: see [`can_own`].
+    pub(crate) fn owning(gpu: &Gpu, uniform: Uniform, cols: usize, tuning: Tuning) -> Self {
+        let cut = Self::new(gpu, uniform, 1, tuning);
+        let own = Own {
+            cols: cols as u32,
+            groups: uniform.groups(cols) as u32,
+            group: uniform.group() as u32,
+            team: gpu.team(uniform.group()) as u32,
+        };
+        Self::over(gpu, uniform, 1, cut.threads, cut.items, Some(own))
+    }
+
+    fn over(gpu: &Gpu, uniform: Uniform, pass: u32, threads: u32, items: u32, own: Option<Own>) -> Self {
         let affine = u32::from(uniform.zero() == Zero::Affine);
+        let room = gpu.shared_bytes() - SPARE - own.map_or(0, |own| own.groups * (own.group + 8));
         // Integers and a cell a token; scales, minima.
         let slot = pass * (4 * ROWS as u32 + 8) + (1 + affine) * 2 * ROWS as u32;
-        Self { pass, threads, items, slots: (threads / 4 * items).min((gpu.shared_bytes() - SPARE) / slot) }
+        Self { pass, threads, items, slots: (threads / 4 * items).min(room / slot), own }
     }
 
     /// Most blocks of rows that a workgroup can take.
@@ -194,11 +230,20 @@ impl Cut {
             ("CHAINS", chains),
             ("HELD", u32::from(held > 0)),
         ]);
+        let operand = match self.own {
+            None => include_str!("wgsl/coded_plane.wgsl").to_owned(),
+            Some(own) => {
+                let Own { cols, groups, group, team } = own;
+                constants.extend([("COLS", cols), ("OWN", groups), ("GROUP", group), ("TEAM", team)]);
+                [QUANTISE, include_str!("wgsl/coded_own.wgsl")].concat()
+            }
+        };
         let (job, lines) = ("job: ptr<function, Job>", "lines: ptr<function, Lines>");
         let (integers, sums) = ("sums: ptr<function, Integers>", "sums: ptr<function, Sums>");
         let places = "base: u32, at: u32, tile: u32";
         let text = [
             include_str!("wgsl/coded.wgsl").to_owned(),
+            operand,
             levels(encoding),
             repeated.calls(&format!("load_lines({lines}, base: u32, at: u32)"), held, |i| {
                 format!("load_line(lines, base, at, {i});")
@@ -253,7 +298,8 @@ pub(crate) struct CodedOp {
 }
 
 impl CodedOp {
-    /// One of a coded product's kernels: `parts` and `bindings` follow the core and its three bindings.
+    /// One of a coded product's kernels: `parts` and `accesses` follow the core and its bindings: the weights, and the
+    /// operand's one or two.
     pub(crate) fn new(
         gpu: &Gpu,
         name: &str,
@@ -273,7 +319,7 @@ impl CodedOp {
         constants.extend_from_slice(extra);
         let mut texts = vec![&core[..]];
         texts.extend_from_slice(parts);
-        let mut all = vec![Access::Read; 3];
+        let mut all = vec![Access::Read; if cut.own.is_some() { 2 } else { 3 }];
         all.extend_from_slice(accesses);
         let source = source(gpu, &constants, &texts)?.into();
         let kernel = gpu.kernel(&Shader { name, source, bindings: &all })?;
