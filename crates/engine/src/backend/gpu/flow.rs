@@ -184,7 +184,9 @@ impl GpuBackend {
         match &self.layers[layer].ops {
             LayerOps::Dense(ffn) => ffn.record(step, tokens),
             LayerOps::Moe(moe) => {
-                moe.router.iter().for_each(|product| product.record(step, tokens));
+                if !moe.route.makes_logits(tokens) {
+                    moe.router.iter().for_each(|product| product.record(step, tokens));
+                }
                 moe.record_shared(step, tokens);
                 moe.route.record(step, tokens);
                 moe.own.record(step, tokens);
