@@ -16,6 +16,10 @@ const CHAINS: u32 = 16;
 const HELD: u32 = 34;
 /// Tokens that a pass takes: the widths that are compiled.
 pub(crate) const PASSES: [u32; 4] = [1, 2, 4, 8];
+/// Blocks of rows that are many for a device, that are more than it has multiprocessors, and groups of a long row.
+const MANY_BLOCKS: usize = 512;
+const SOME_BLOCKS: usize = 160;
+const LONG: usize = 48;
 /// Workgroups below which runs of blocks are not made longer.
 const WORKGROUPS: usize = 256;
 
@@ -109,13 +113,25 @@ pub struct Tuning {
 }
 
 impl Tuning {
-    /// For rows of so many groups, and passes of so many tokens.
-    pub(crate) const fn of(groups: usize, pass: u32) -> Self {
-        let threads = match (pass, groups) {
-            (1, 48..) => 256,
-            (1 | 2, 24..) => 128,
+    /// For `blocks` blocks of rows in a dispatch, each alone in its workgroup if it likes, of so many groups, and passes
+    /// of so many tokens: what was fastest or nearly so for nine shapes (EXP-GPU-05). Where blocks fill a device, small
+    /// workgroups do; where there are few, each is to be done at once.
+    pub(crate) const fn of(blocks: usize, groups: usize, pass: u32) -> Self {
+        let threads = match pass {
+            1 if blocks >= MANY_BLOCKS => 64,
+            1 | 2 if blocks >= SOME_BLOCKS => 128,
+            1 | 2 if groups >= LONG => 256,
+            1 | 2 if groups >= LONG / 2 => 128,
+            4 => 128,
+            8 if groups >= LONG => 128,
             _ => 64,
         };
+        Self { threads, items: 1 }
+    }
+
+    /// For workgroups of so many tiles, of gate and up together (EXP-GPU-05).
+    pub(crate) const fn of_pair(tiles: usize, pass: u32) -> Self {
+        let threads = if tiles <= 128 && pass <= 4 { 256 } else { 128 };
         Self { threads, items: 1 }
     }
 }
@@ -374,7 +390,8 @@ impl CodedMatmul {
         let groups = uniform.groups(weights.cols);
         let passes = passes(x.tokens)
             .map(|pass| {
-                let cut = Cut::new(gpu, uniform, pass, tuning.unwrap_or(Tuning::of(groups, pass)));
+                let blocks = weights.rows.div_ceil(ROWS);
+                let cut = Cut::new(gpu, uniform, pass, tuning.unwrap_or(Tuning::of(blocks, groups, pass)));
                 let buffers = [&weights.slice, &x.codes, &x.cells, &out.plane];
                 let shape = (weights.rows, weights.cols);
                 let parts = [include_str!("wgsl/coded_matmul.wgsl")];

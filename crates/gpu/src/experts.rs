@@ -270,7 +270,7 @@ impl Projection {
                 let shape = (tensor.rows, tensor.cols);
                 let passes = passes(list.tokens)
                     .map(|pass| {
-                        let tuning = Tuning::of(groups, pass);
+                        let tuning = Tuning::of(tensor.rows.div_ceil(ROWS) * TIMES, groups, pass);
                         if let Some(values) = lone.filter(|_| pass == 1) {
                             let cut = Cut::owning(gpu, uniform, tensor.cols, tuning);
                             let extra = [("LIST", 2), ("OUT", 4), ("TOP_K", top_k), by_pair];
@@ -399,7 +399,7 @@ impl GateUp {
         let bindings = [[Access::Read; 5].as_slice(), &[Access::Write; 2]].concat();
         let passes = passes(list.tokens)
             .map(|pass| {
-                let cut = Cut::new(gpu, uniform, pass, Tuning::of(2 * part as usize * groups, pass));
+                let cut = Cut::new(gpu, uniform, pass, Tuning::of_pair(2 * part as usize * groups, pass));
                 assert!(cut.slots >= 2 * part, "{cut:?} for {part} blocks");
                 let (mut constants, core) = cut.core(encoding, 2 * part, Repeated::on(gpu)?);
                 constants.extend([
@@ -426,7 +426,7 @@ impl GateUp {
         let blocks = rows.div_ceil(ROWS as u32);
         let lone = match hidden {
             Hidden::Coded(_, values) if layout.is_lone(gpu, list.top_k) => {
-                let cut = Cut::new(gpu, uniform, 1, Tuning::of(2 * groups, 1));
+                let cut = Cut::new(gpu, uniform, 1, Tuning::of_pair(2 * groups, 1));
                 let (mut constants, core) = cut.core(encoding, 2, Repeated::on(gpu)?);
                 constants.extend([("GROUP", 64), ("TEAM", 4), ("TOP_K", list.top_k as u32), ("LIST", 3)]);
                 let parts = [QUANTISE, &core, LIST, GLU, include_str!("wgsl/experts_gate_up_lone.wgsl")];
