@@ -16,6 +16,10 @@ const CHAINS: u32 = 16;
 const HELD: u32 = 34;
 /// Tokens that a pass takes: the widths that are compiled.
 pub(crate) const PASSES: [u32; 4] = [1, 2, 4, 8];
+/// Blocks of rows that are many for a device, that are more than it has multiprocessors, and groups of a long row.
+const MANY_BLOCKS: usize = 512;
+const SOME_BLOCKS: usize = 160;
+const LONG: usize = 48;
 /// Workgroups below which runs of blocks are not made longer.
 const WORKGROUPS: usize = 256;
 
@@ -109,13 +113,25 @@ pub struct Tuning {
 }
 
 impl Tuning {
-    /// For rows of so many groups, and passes of so many tokens.
-    pub(crate) const fn of(groups: usize, pass: u32) -> Self {
-        let threads = match (pass, groups) {
-            (1, 48..) => 256,
-            (1 | 2, 24..) => 128,
+    /// For `blocks` blocks of rows in a dispatch, each alone in its workgroup if it likes, of so many groups, and passes
+    /// of so many tokens: what was fastest or nearly so for nine shapes (EXP-GPU-05). Where blocks fill a device, small
+    /// workgroups do; where there are few, each is to be done at once.
+    pub(crate) const fn of(blocks: usize, groups: usize, pass: u32) -> Self {
+        let threads = match pass {
+            1 if blocks >= MANY_BLOCKS => 64,
+            1 | 2 if blocks >= SOME_BLOCKS => 128,
+            1 | 2 if groups >= LONG => 256,
+            1 | 2 if groups >= LONG / 2 => 128,
+            4 => 128,
+            8 if groups >= LONG => 128,
             _ => 64,
         };
+        Self { threads, items: 1 }
+    }
+
+    /// For workgroups of so many tiles, of gate and up together (EXP-GPU-05).
+    pub(crate) const fn of_pair(tiles: usize, pass: u32) -> Self {
+        let threads = if tiles <= 128 && pass <= 4 { 256 } else { 128 };
         Self { threads, items: 1 }
     }
 }
@@ -127,6 +143,25 @@ pub(crate) struct Cut {
     pub(crate) threads: u32,
     items: u32,
     pub(crate) slots: u32,
+    own: Option<Own>,
+}
+
+/// An operand of one f32 row that workgroups quantise themselves.
+#[derive(Clone, Copy, Debug)]
+struct Own {
+    cols: u32,
+    groups: u32,
+    group: u32,
+    team: u32,
+}
+
+/// The share of what a workgroup may share that such a row may take.
+const OWN_SHARE: u32 = 4;
+
+/// Whether workgroups can quantise a row of so many columns themselves.
+pub(crate) fn can_own(gpu: &Gpu, uniform: Uniform, cols: usize) -> bool {
+    let bytes = uniform.groups(cols) * (uniform.group() + 8);
+    cols.is_multiple_of(4) && bytes <= (gpu.shared_bytes() / OWN_SHARE) as usize
 }
 
 impl Cut {
@@ -134,10 +169,27 @@ impl Cut {
         let Tuning { threads, items } = tuning;
         assert!(matches!(threads, 64 | 128 | 256 | 512) && matches!(items, 1 | 2), "{tuning:?}");
         let threads = threads.min(gpu.most_threads() as u32);
+        Self::over(gpu, uniform, pass, threads, items, None)
+    }
+
+    /// The same for one token whose f32 row workgroups quantise themselves: see [`can_own`].
+    pub(crate) fn owning(gpu: &Gpu, uniform: Uniform, cols: usize, tuning: Tuning) -> Self {
+        let cut = Self::new(gpu, uniform, 1, tuning);
+        let own = Own {
+            cols: cols as u32,
+            groups: uniform.groups(cols) as u32,
+            group: uniform.group() as u32,
+            team: gpu.team(uniform.group()) as u32,
+        };
+        Self::over(gpu, uniform, 1, cut.threads, cut.items, Some(own))
+    }
+
+    fn over(gpu: &Gpu, uniform: Uniform, pass: u32, threads: u32, items: u32, own: Option<Own>) -> Self {
         let affine = u32::from(uniform.zero() == Zero::Affine);
+        let room = gpu.shared_bytes() - SPARE - own.map_or(0, |own| own.groups * (own.group + 8));
         // Integers and a cell a token; scales, minima.
         let slot = pass * (4 * ROWS as u32 + 8) + (1 + affine) * 2 * ROWS as u32;
-        Self { pass, threads, items, slots: (threads / 4 * items).min((gpu.shared_bytes() - SPARE) / slot) }
+        Self { pass, threads, items, slots: (threads / 4 * items).min(room / slot), own }
     }
 
     /// Most blocks of rows that a workgroup can take.
@@ -194,11 +246,20 @@ impl Cut {
             ("CHAINS", chains),
             ("HELD", u32::from(held > 0)),
         ]);
+        let operand = match self.own {
+            None => include_str!("wgsl/coded_plane.wgsl").to_owned(),
+            Some(own) => {
+                let Own { cols, groups, group, team } = own;
+                constants.extend([("COLS", cols), ("OWN", groups), ("GROUP", group), ("TEAM", team)]);
+                [QUANTISE, include_str!("wgsl/coded_own.wgsl")].concat()
+            }
+        };
         let (job, lines) = ("job: ptr<function, Job>", "lines: ptr<function, Lines>");
         let (integers, sums) = ("sums: ptr<function, Integers>", "sums: ptr<function, Sums>");
         let places = "base: u32, at: u32, tile: u32";
         let text = [
             include_str!("wgsl/coded.wgsl").to_owned(),
+            operand,
             levels(encoding),
             repeated.calls(&format!("load_lines({lines}, base: u32, at: u32)"), held, |i| {
                 format!("load_line(lines, base, at, {i});")
@@ -253,7 +314,8 @@ pub(crate) struct CodedOp {
 }
 
 impl CodedOp {
-    /// One of a coded product's kernels: `parts` and `bindings` follow the core and its three bindings.
+    /// One of a coded product's kernels: `parts` and `accesses` follow the core and its bindings: the weights, and the
+    /// operand's one or two.
     pub(crate) fn new(
         gpu: &Gpu,
         name: &str,
@@ -273,7 +335,7 @@ impl CodedOp {
         constants.extend_from_slice(extra);
         let mut texts = vec![&core[..]];
         texts.extend_from_slice(parts);
-        let mut all = vec![Access::Read; 3];
+        let mut all = vec![Access::Read; if cut.own.is_some() { 2 } else { 3 }];
         all.extend_from_slice(accesses);
         let source = source(gpu, &constants, &texts)?.into();
         let kernel = gpu.kernel(&Shader { name, source, bindings: &all })?;
@@ -328,7 +390,8 @@ impl CodedMatmul {
         let groups = uniform.groups(weights.cols);
         let passes = passes(x.tokens)
             .map(|pass| {
-                let cut = Cut::new(gpu, uniform, pass, tuning.unwrap_or(Tuning::of(groups, pass)));
+                let blocks = weights.rows.div_ceil(ROWS);
+                let cut = Cut::new(gpu, uniform, pass, tuning.unwrap_or(Tuning::of(blocks, groups, pass)));
                 let buffers = [&weights.slice, &x.codes, &x.cells, &out.plane];
                 let shape = (weights.rows, weights.cols);
                 let parts = [include_str!("wgsl/coded_matmul.wgsl")];

@@ -276,6 +276,11 @@ impl Gpu {
         (group / 4).min(surely)
     }
 
+    /// Storage buffers that a kernel may have.
+    pub(crate) fn most_bindings(&self) -> usize {
+        self.device.limits().max_storage_buffers_per_shader_stage as usize
+    }
+
     /// Bytes that a workgroup may share.
     pub(crate) fn shared_bytes(&self) -> u32 {
         self.device.limits().max_compute_workgroup_storage_size.min(MOST_SHARED_BYTES)

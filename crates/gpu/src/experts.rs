@@ -8,7 +8,7 @@ use smoe_format::expert_file::{LayerTable, TensorEntry};
 use smoe_format::tile::ROWS;
 use smoe_format::{Encoding, Uniform};
 
-use crate::coded::{CodedOp, Cut, Tuning, pass_of, passes};
+use crate::coded::{CodedOp, Cut, Tuning, can_own, pass_of, passes};
 use crate::float::FloatCut;
 use crate::quantise::{GRID, QUANTISE, Repeated, TO_PLANE, assert_plane, source};
 use crate::{Access, CodedPlane, Gpu, GpuError, Op, Shader, Slice, Step};
@@ -20,6 +20,8 @@ const GLU: &str = concat!(include_str!("wgsl/exp.wgsl"), include_str!("wgsl/expe
 const THREADS: u32 = 256;
 /// Most pairs of an entry.
 const PAIRS: usize = 8;
+/// Most experts of a token whose hidden values stay floats.
+const LONE_PAIRS: usize = 64;
 /// Experts of a dispatch that the cut of their products reckons with: a single token's.
 const TIMES: usize = 8;
 
@@ -76,6 +78,11 @@ impl ExpertLayout {
     fn fused(&self) -> Option<(Encoding, Uniform, Uniform)> {
         let [gate, up, _] = self.tensors.map(|tensor| tensor.encoding);
         (gate == up).then_some((gate, self.tiles(0)?, self.tiles(2)?))
+    }
+
+    /// Whether the hidden values of a lone token stay floats that down quantises.
+    fn is_lone(&self, gpu: &Gpu, top_k: usize) -> bool {
+        top_k <= LONE_PAIRS && self.fused().is_some_and(|(_, _, down)| can_own(gpu, down, self.d_expert()))
     }
 
     /// A position in a slot, in pieces of 16 bytes.
@@ -184,8 +191,8 @@ pub struct ExpertInput<'a> {
 /// The hidden values by place in the work list, in the form that down needs.
 #[derive(Clone, Debug)]
 pub enum Hidden {
-    /// int8 in down's groups.
-    Coded(CodedPlane),
+    /// int8 in down's groups; and f32 of a lone token's pairs, which down quantises itself.
+    Coded(CodedPlane, Slice),
     /// `[pairs, d_expert]` f32.
     Float(Slice),
 }
@@ -197,7 +204,11 @@ impl Hidden {
     /// If the device has no room.
     pub fn new(gpu: &Gpu, layout: &ExpertLayout, pairs: usize) -> Result<Self, GpuError> {
         match layout.tiles(2) {
-            Some(down) => CodedPlane::new(gpu, pairs, layout.d_expert(), down.group()).map(Self::Coded),
+            Some(down) => {
+                let lone = (4 * pairs.min(LONE_PAIRS) * layout.d_expert()) as u64;
+                let lone = gpu.buffer("hidden values of a token's experts", lone)?;
+                Ok(Self::Coded(CodedPlane::new(gpu, pairs, layout.d_expert(), down.group())?, lone))
+            }
             None => {
                 let bytes = (4 * pairs * layout.d_expert()) as u64;
                 gpu.buffer("hidden values of experts", bytes).map(Self::Float)
@@ -209,7 +220,8 @@ impl Hidden {
 /// The operand of a projection.
 #[derive(Clone, Copy)]
 enum X<'a> {
-    Coded(&'a CodedPlane),
+    /// And the f32 rows that a lone token has in its place.
+    Coded(&'a CodedPlane, Option<&'a Slice>),
     Float(&'a Slice),
 }
 
@@ -249,7 +261,7 @@ impl Projection {
         assert_plane(out, list.most_pairs(), tensor.rows);
         let words = [tensor.rows as u32, 0, 0, ExpertLayout::piece(at), ExpertLayout::piece(slot)];
         match (tensor.encoding, x) {
-            (encoding @ (Encoding::Uniform(_) | Encoding::Table(_)), X::Coded(x)) => {
+            (encoding @ (Encoding::Uniform(_) | Encoding::Table(_)), X::Coded(x, lone)) => {
                 let Some(uniform) = encoding.tiles() else { unreachable!("codes are in tiles") };
                 let groups = uniform.groups(tensor.cols);
                 let extra = [("LIST", 3), ("OUT", 5), ("TOP_K", top_k), by_pair];
@@ -258,7 +270,16 @@ impl Projection {
                 let shape = (tensor.rows, tensor.cols);
                 let passes = passes(list.tokens)
                     .map(|pass| {
-                        let cut = Cut::new(gpu, uniform, pass, Tuning::of(groups, pass));
+                        let tuning = Tuning::of(tensor.rows.div_ceil(ROWS) * TIMES, groups, pass);
+                        if let Some(values) = lone.filter(|_| pass == 1) {
+                            let cut = Cut::owning(gpu, uniform, tensor.cols, tuning);
+                            let extra = [("LIST", 2), ("OUT", 4), ("TOP_K", top_k), by_pair];
+                            let buffers = [slots, values, &list.entries, &list.pairs, out];
+                            return CodedOp::new(
+                                gpu, name, encoding, cut, shape, TIMES, &extra, &parts, &accesses, &buffers,
+                            );
+                        }
+                        let cut = Cut::new(gpu, uniform, pass, tuning);
                         CodedOp::new(
                             gpu, name, encoding, cut, shape, TIMES, &extra, &parts, &accesses, &buffers,
                         )
@@ -319,8 +340,21 @@ pub struct GateUp {
 
 #[derive(Clone, Debug)]
 enum How {
-    Fused { passes: Vec<Op>, words: [u32; 6], parts: u32 },
-    Apart { gate: Projection, up: Projection, hidden: Op, words: [u32; 2], parts: u32 },
+    /// `lone` is for one token, with words of its own.
+    Fused {
+        lone: Option<(Op, [u32; 5])>,
+        passes: Vec<Op>,
+        words: [u32; 6],
+        blocks: u32,
+        part: u32,
+    },
+    Apart {
+        gate: Projection,
+        up: Projection,
+        hidden: Op,
+        words: [u32; 2],
+        parts: u32,
+    },
 }
 
 impl GateUp {
@@ -358,14 +392,14 @@ impl GateUp {
         (encoding, uniform, down): (Encoding, Uniform, Uniform),
     ) -> Result<How, GpuError> {
         let x = coded_operand(layout, 0, x, list.tokens);
-        let hidden = coded_hidden(layout, down, hidden, list.most_pairs());
+        let plane = coded_hidden(layout, down, hidden, list.most_pairs());
         let groups = uniform.groups(layout.d_model());
         // Blocks of gate, and of up, that are whole groups of hidden values.
         let part = down.group().div_ceil(ROWS) as u32;
         let bindings = [[Access::Read; 5].as_slice(), &[Access::Write; 2]].concat();
         let passes = passes(list.tokens)
             .map(|pass| {
-                let cut = Cut::new(gpu, uniform, pass, Tuning::of(2 * part as usize * groups, pass));
+                let cut = Cut::new(gpu, uniform, pass, Tuning::of_pair(2 * part as usize * groups, pass));
                 assert!(cut.slots >= 2 * part, "{cut:?} for {part} blocks");
                 let (mut constants, core) = cut.core(encoding, 2 * part, Repeated::on(gpu)?);
                 constants.extend([
@@ -381,15 +415,32 @@ impl GateUp {
                     source: source(gpu, &constants, &parts)?.into(),
                     bindings: &bindings,
                 })?;
-                let (codes, cells) = (&hidden.codes, &hidden.cells);
+                let (codes, cells) = (&plane.codes, &plane.cells);
                 gpu.bind(&kernel, &[slots, &x.codes, &x.cells, &list.entries, &list.pairs, codes, cells])
             })
             .collect::<Result<_, _>>()?;
         let [gate, up, _] = layout.tensors.map(|tensor| ExpertLayout::piece(tensor.offset as u64));
         let slot = ExpertLayout::piece(layout.slot_bytes);
         let rows = layout.d_expert() as u32;
-        let words = [rows, groups as u32, gate, up, slot, hidden.groups() as u32];
-        Ok(How::Fused { passes, words, parts: rows.div_ceil(ROWS as u32 * part) })
+        let words = [rows, groups as u32, gate, up, slot, plane.groups() as u32];
+        let blocks = rows.div_ceil(ROWS as u32);
+        let lone = match hidden {
+            Hidden::Coded(_, values) if layout.is_lone(gpu, list.top_k) => {
+                let cut = Cut::new(gpu, uniform, 1, Tuning::of_pair(2 * groups, 1));
+                let (mut constants, core) = cut.core(encoding, 2, Repeated::on(gpu)?);
+                constants.extend([("GROUP", 64), ("TEAM", 4), ("TOP_K", list.top_k as u32), ("LIST", 3)]);
+                let parts = [QUANTISE, &core, LIST, GLU, include_str!("wgsl/experts_gate_up_lone.wgsl")];
+                let kernel = gpu.kernel(&Shader {
+                    name: "experts' gate and up, one token",
+                    source: source(gpu, &constants, &parts)?.into(),
+                    bindings: &bindings[..6],
+                })?;
+                let buffers = [slots, &x.codes, &x.cells, &list.entries, &list.pairs, values];
+                Some((gpu.bind(&kernel, &buffers)?, [rows, groups as u32, gate, up, slot]))
+            }
+            _ => None,
+        };
+        Ok(How::Fused { lone, passes, words, blocks, part })
     }
 
     fn apart(
@@ -405,7 +456,7 @@ impl GateUp {
         let (gates, ups) = (plane("gates of experts")?, plane("ups of experts")?);
         let projection = |i: usize, out: &Slice| {
             let x = if layout.tiles(i).is_some() {
-                X::Coded(coded_operand(layout, i, x, list.tokens))
+                X::Coded(coded_operand(layout, i, x, list.tokens), None)
             } else {
                 let Some(x) = x.float else { panic!("no f32 activations for {:?}", layout.tensors[i]) };
                 assert_plane(x, list.tokens, layout.d_model());
@@ -415,9 +466,9 @@ impl GateUp {
         };
         let (gate, up) = (projection(0, &gates)?, projection(1, &ups)?);
         let (group, groups, text, outputs) = match hidden {
-            Hidden::Coded(hidden) => {
+            Hidden::Coded(..) => {
                 let Some(down) = layout.tiles(2) else { panic!("down takes floats") };
-                let hidden = coded_hidden(layout, down, &Hidden::Coded(hidden.clone()), pairs).clone();
+                let hidden = coded_hidden(layout, down, hidden, pairs).clone();
                 let text = [include_str!("wgsl/experts_hidden_coded.wgsl"), TO_PLANE];
                 (hidden.group, hidden.groups(), text, vec![hidden.codes, hidden.cells])
             }
@@ -448,8 +499,11 @@ impl GateUp {
     pub fn record(&self, step: &mut Step, tokens: usize) {
         let entries = most_entries(&self.layout, &self.list, tokens);
         match &self.how {
-            How::Fused { passes, words, parts } => {
-                step.run(&passes[pass_of(tokens)], words, [*parts, entries, 1]);
+            How::Fused { lone: Some((op, words)), blocks, .. } if tokens == 1 => {
+                step.run(op, words, [*blocks, entries, 1]);
+            }
+            How::Fused { passes, words, blocks, part, .. } => {
+                step.run(&passes[pass_of(tokens)], words, [blocks.div_ceil(*part), entries, 1]);
             }
             How::Apart { gate, up, hidden, words, parts } => {
                 gate.record(step, tokens, entries);
@@ -488,7 +542,7 @@ fn coded_hidden<'a>(
     pairs: usize,
 ) -> &'a CodedPlane {
     match hidden {
-        Hidden::Coded(plane) if plane.suits(down, layout.d_expert()) && plane.tokens >= pairs => plane,
+        Hidden::Coded(plane, _) if plane.suits(down, layout.d_expert()) && plane.tokens >= pairs => plane,
         other => panic!("{other:?} for {pairs} pairs of {down:?}"),
     }
 }
@@ -524,12 +578,20 @@ impl Down {
         layout.assert_slots(slots);
         assert!(list.most_pairs() <= GRID, "{} pairs", list.most_pairs());
         let x = match (layout.tiles(2), hidden) {
-            (Some(down), hidden) => X::Coded(coded_hidden(layout, down, hidden, list.most_pairs())),
+            (Some(down), hidden) => {
+                let plane = coded_hidden(layout, down, hidden, list.most_pairs());
+                match hidden {
+                    Hidden::Coded(_, values) if layout.is_lone(gpu, list.top_k) => {
+                        X::Coded(plane, Some(values))
+                    }
+                    _ => X::Coded(plane, None),
+                }
+            }
             (None, Hidden::Float(hidden)) => {
                 assert_plane(hidden, list.most_pairs(), layout.d_expert());
                 X::Float(hidden)
             }
-            (None, Hidden::Coded(_)) => panic!("down takes floats"),
+            (None, Hidden::Coded(..)) => panic!("down takes floats"),
         };
         let product = Projection::new(gpu, layout, 2, slots, list, x, Rows::Places, y)?;
         Ok(Self { layout: layout.clone(), list: list.clone(), product })

@@ -7,7 +7,7 @@ use crate::quantise::{GRID, Repeated, assert_plane, text};
 use crate::{Access, Columns, Gpu, GpuError, Op, Shader, Slice, Step, Weights};
 
 /// Threads of a workgroup.
-const THREADS: u32 = 256;
+pub(crate) const THREADS: u32 = 256;
 /// Rows below which whole workgroups share one: there are too few to fill a device otherwise.
 const FEW_ROWS: usize = 1024;
 
@@ -41,21 +41,32 @@ impl FloatCut {
         accesses: &[Access],
         buffers: &[&Slice],
     ) -> Result<Op, GpuError> {
-        let (encoding, cols) = matrix;
+        let mut constants = vec![("TOKENS", pass), ("THREADS", THREADS)];
+        constants.extend(self.constants(matrix.0));
+        constants.extend_from_slice(extra);
+        let core = self.core(gpu, matrix.1, pass)?;
+        let mut texts = vec![&core[..]];
+        texts.extend_from_slice(parts);
+        let mut all = vec![Access::Read; 2];
+        all.extend_from_slice(accesses);
+        let source = text(&constants, &texts).into();
+        let kernel = gpu.kernel(&Shader { name, source, bindings: &all })?;
+        gpu.bind(&kernel, buffers)
+    }
+
+    /// What float.wgsl needs to know besides tokens and threads.
+    pub(crate) fn constants(self, encoding: Encoding) -> [(&'static str, u32); 3] {
         let kind = match encoding {
             Encoding::F32 => 0,
             Encoding::F16 => 1,
             Encoding::Bf16 => 2,
             Encoding::Uniform(_) | Encoding::Table(_) => panic!("{encoding} weights are not floats"),
         };
-        let mut constants = vec![
-            ("KIND", kind),
-            ("TOKENS", pass),
-            ("THREADS", THREADS),
-            ("LANES", self.lanes),
-            ("ROWS", self.rows),
-        ];
-        constants.extend_from_slice(extra);
+        [("KIND", kind), ("LANES", self.lanes), ("ROWS", self.rows)]
+    }
+
+    /// float.wgsl, for rows of `cols` columns and `pass` tokens: its text.
+    pub(crate) fn core(self, gpu: &Gpu, cols: usize, pass: u32) -> Result<String, GpuError> {
         let rows = if cols.is_multiple_of(8) {
             include_str!("wgsl/float_wide.wgsl")
         } else {
@@ -65,20 +76,15 @@ impl FloatCut {
         let add =
             format!("add_tokens(job: ptr<function, Job>, {sums}, w: ptr<function, Weights>, eight: u32)");
         let repeated = Repeated::on(gpu)?;
-        let lists = [
+        Ok([
+            include_str!("wgsl/float.wgsl").to_owned(),
+            rows.to_owned(),
             repeated.tokens(&add, pass, |t| format!("add_token(job, sums, w, eight, {t});")),
             repeated.calls(&format!("join_tokens({sums}, lane: u32)"), pass, |t| {
                 format!("join_token(sums, lane, {t});")
             }),
         ]
-        .concat();
-        let mut texts = vec![include_str!("wgsl/float.wgsl"), rows, &lists];
-        texts.extend_from_slice(parts);
-        let mut all = vec![Access::Read; 2];
-        all.extend_from_slice(accesses);
-        let source = text(&constants, &texts).into();
-        let kernel = gpu.kernel(&Shader { name, source, bindings: &all })?;
-        gpu.bind(&kernel, buffers)
+        .concat())
     }
 }
 

@@ -62,6 +62,13 @@ impl<'a> Draft<'a> {
         self
     }
 
+    /// The next binding, which a text declares.
+    pub(crate) fn declared(mut self, access: Access, slice: &'a Slice) -> Self {
+        self.access.push(access);
+        self.slices.push(slice);
+        self
+    }
+
     /// The next binding, rows of `cols` floats: `load_NAME(row, chunk)` gives columns `4 * chunk` and the three
     /// after them, 0 past the end of the row, and `store_NAME` takes them. The chunk begins within the row.
     pub(crate) fn plane(self, name: &str, cols: usize, access: Access, slice: &'a Slice) -> Self {

@@ -2,12 +2,18 @@
 
 use smoe_format::spec::{GroupScore, MoeSpec, RouterKind};
 
+use crate::float::{self, FloatCut};
 use crate::norm::{Draft, Halt, demand};
+use crate::quantise::assert_plane;
 use crate::shader::{Access, Op};
-use crate::{Gpu, GpuError, Slice, Step, WorkList};
+use crate::{Gpu, GpuError, Slice, Step, Weights, WorkList};
 
 const ROUTE: &str = include_str!("wgsl/route.wgsl");
 const ONE: &str = include_str!("wgsl/route_one.wgsl");
+const ALONE: &str = include_str!("wgsl/route_alone.wgsl");
+const ROUTER: &str = include_str!("wgsl/route_router.wgsl");
+/// A logit that is not there yet.
+const EMPTY: u32 = u32::MAX;
 const LIST: &str = include_str!("wgsl/route_list.wgsl");
 const GROUP: &str = include_str!("wgsl/route_group.wgsl");
 const ARGMAX: &str = include_str!("wgsl/route_argmax.wgsl");
@@ -17,7 +23,7 @@ const ROOM: usize = 1024;
 /// Tokens of a workgroup at most, and pairs of an entry of the work list.
 const FEW: usize = 8;
 /// Threads of a workgroup.
-const THREADS: usize = 256;
+const THREADS: usize = float::THREADS as usize;
 /// Keys of other experts that a lane reads at once; lanes that share a ranking at most.
 const RUN: usize = 8;
 const SPREAD: usize = 4;
@@ -25,6 +31,8 @@ const SPREAD: usize = 4;
 /// What a dispatch of [`Route`] does.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Does {
+    /// The router's product and all, for one token.
+    Router,
     /// All, for one token.
     One,
     /// All, for a few.
@@ -42,6 +50,9 @@ pub struct RouteInputs<'a> {
     pub bias: Option<&'a Slice>,
     /// Added to the scores when experts are ranked, `[n_experts]`.
     pub correction: Option<&'a Slice>,
+    /// The router, of float weights, and its input, `[tokens, cols]` f32: then one token's logits are made by the kernel that
+    /// routes it, and are not read, where the device binds as much.
+    pub router: Option<(&'a Weights, &'a Slice)>,
     /// Where each expert lies, `[n_experts]` u32; [`WorkList::ABSENT`] if it is not there.
     pub slots: &'a Slice,
 }
@@ -72,7 +83,9 @@ pub struct RouteOutputs<'a> {
 /// One dispatch for a few tokens (8 of up to 128 experts), two for more.
 #[derive(Clone, Debug)]
 pub struct Route {
-    /// All in one, for one token, and for up to `few`.
+    /// All in one, for one token, from its input on if there is such a kernel, with the workgroups of that; and for up to
+    /// `few`.
+    router: Option<(Op, u32)>,
     one: Op,
     whole: Op,
     choose: Op,
@@ -124,7 +137,7 @@ impl Route {
         halt: Option<(Halt<'_>, f32)>,
     ) -> Result<Self, GpuError> {
         let MoeSpec { n_experts, top_k, .. } = *moe;
-        let RouteInputs { logits, bias, correction, slots } = inputs;
+        let RouteInputs { logits, bias, correction, router, slots } = inputs;
         let RouteOutputs { ids, weights, list, seen } = outputs;
         let (work, pairs) = (&list.entries, &list.pairs);
         let n = tokens * top_k;
@@ -157,12 +170,40 @@ impl Route {
         let few = (ROOM / n_experts).clamp(1, FEW);
         let spread = (THREADS / n_experts).clamp(1, SPREAD);
         let spread = 1 << spread.ilog2();
+        let router = router.map(|(matrix, x)| {
+            assert_eq!(matrix.rows(), n_experts, "rows of a router");
+            assert_plane(x, tokens, matrix.cols());
+            (matrix, x, FloatCut::new(n_experts))
+        });
+        let post = match router {
+            None => None,
+            Some(_) => {
+                let post = gpu.buffer("logits on their way", 4 * (n_experts as u64 + 1))?;
+                gpu.write(&post, 0, bytemuck::cast_slice(&vec![EMPTY; n_experts]));
+                Some(post)
+            }
+        };
         let choose = |does: Does| {
             let listed = does != Does::Choose;
-            let mut draft = Draft::default()
+            let mut draft = match (does, router) {
+                (Does::Router, Some((matrix, x, cut))) => {
+                    let draft = Draft::default()
+                        .declared(Access::Read, matrix.slice())
+                        .declared(Access::Read, x)
+                        .constant("COLS", matrix.cols());
+                    let constants = cut.constants(matrix.encoding());
+                    constants.iter().fold(draft, |draft, (name, value)| draft.constant(name, *value as usize))
+                }
+                _ => Draft::default(),
+            };
+            if matches!(does, Does::Router | Does::One) {
+                draft = draft.constant("THREADS", THREADS).constant("TOKENS", 1).text(ONE);
+            } else {
+                draft = draft.constant("TOKENS", few).text(ROUTE);
+            }
+            draft = draft
                 .constant("EXPERTS", n_experts)
                 .constant("TOP_K", top_k)
-                .constant("TOKENS", few)
                 .constant("GROUPS", groups)
                 .constant("TOP_GROUPS", top_groups)
                 .flag("SIGMOID", moe.router == RouterKind::Sigmoid)
@@ -175,11 +216,17 @@ impl Route {
                 .constant("PER", n_experts.div_ceil(THREADS))
                 .constant("SPREAD", spread)
                 .constant("PADDED", n_experts.next_multiple_of(RUN * spread))
-                .float(64, 4)
-                .text(if does == Does::One { ONE } else { ROUTE })
-                .buffer("logits", "f32", Access::Read, logits)
-                .buffer("ids", "u32", Access::Write, ids)
-                .buffer("weights", "f32", Access::Write, weights);
+                .float(64, 4);
+            draft = match (does, &post) {
+                (Does::Router, Some(post)) => draft.buffer("post", "atomic<u32>", Access::Write, post),
+                _ => draft.buffer("logits", "f32", Access::Read, logits),
+            };
+            draft = draft.buffer("ids", "u32", Access::Write, ids).buffer(
+                "weights",
+                "f32",
+                Access::Write,
+                weights,
+            );
             draft = match bias {
                 Some(bias) => draft
                     .buffer("bias", "f32", Access::Read, bias)
@@ -205,7 +252,12 @@ impl Route {
                     .buffer("pairs", "u32", Access::Write, pairs);
             }
             match does {
-                Does::One => draft.op(gpu, "route: one"),
+                Does::Router => {
+                    // The product has the bits of `FloatMatmul`, whose fma is the device's.
+                    let core = router.map(|(matrix, _, cut)| cut.core(gpu, matrix.cols(), 1)).transpose()?;
+                    draft.loose_op(gpu, "router and route: one", &(core.unwrap_or_default() + ROUTER))
+                }
+                Does::One => draft.text(ALONE).op(gpu, "route: one"),
                 Does::Few => draft.text(LIST).op(gpu, "route: few"),
                 Does::Choose => draft.text("fn list(n: u32, lane: u32, goes_on: bool) {}\n").op(gpu, "route"),
             }
@@ -220,15 +272,28 @@ impl Route {
             .buffer("pairs", "u32", Access::Write, pairs)
             .op(gpu, "route: group")?;
         let (scale, number) = (moe.routed_scale as f32, halt.map_or(0.0, |(_, number)| number));
+        // Router, input, logits on their way, ids, weights, logits for others, slots, work, pairs.
+        let bound =
+            8 + usize::from(seen.is_some()) + usize::from(bias.is_some()) + usize::from(correction.is_some());
+        let router = match router.filter(|_| bound <= gpu.most_bindings()) {
+            Some((_, _, cut)) => Some((choose(Does::Router)?, cut.grid(n_experts))),
+            None => None,
+        };
         let (one, whole, choose) = (choose(Does::One)?, choose(Does::Few)?, choose(Does::Choose)?);
         let block = seen.map_or(0, |(_, block)| block);
-        Ok(Self { one, whole, choose, group, few, tokens, n_experts, scale, number, block })
+        Ok(Self { router, one, whole, choose, group, few, tokens, n_experts, scale, number, block })
     }
 
     /// Tokens of one dispatch.
     #[must_use]
     pub const fn few(&self) -> usize {
         self.few
+    }
+
+    /// Whether it makes the logits of so many tokens itself.
+    #[must_use]
+    pub const fn makes_logits(&self, tokens: usize) -> bool {
+        tokens == 1 && self.router.is_some()
     }
 
     /// Records it for the first `tokens` tokens.
@@ -239,6 +304,11 @@ impl Route {
         assert!(tokens <= self.tokens, "{tokens} tokens of {}", self.tokens);
         let seen = self.block * tokens * self.n_experts;
         let words = [tokens as u32, self.scale.to_bits(), self.number.to_bits(), seen as u32];
+        if let Some((op, parts)) = self.router.as_ref().filter(|_| tokens == 1) {
+            let words = [*parts, words[1], words[2], words[3]];
+            step.run(op, &words, [*parts, 1, 1]);
+            return;
+        }
         if tokens <= self.few {
             let op = if tokens == 1 { &self.one } else { &self.whole };
             step.run(op, &words, [tokens.min(1) as u32, 1, 1]);

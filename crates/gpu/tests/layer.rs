@@ -12,9 +12,10 @@ use smoe_format::half::f16_to_f32;
 use smoe_format::spec::{GroupScore, GroupSpec, MoeSpec, RouterKind};
 use smoe_format::{Encoding, Uniform, Zero};
 use smoe_gpu::{
-    Angles, Argmax, Attention, AttentionHeads, AttentionOutputs, AttentionScratch, CodedPlane, Delta, Embed,
-    Gpu, Halt, KV_BLOCK, KvFormat, KvLayout, MixNorm, NormOutputs, Projections, QkNorm, RopeAppend,
-    RopePairs, Route, RouteInputs, RouteOutputs, Rows, Shared, Slice, Step, WorkList,
+    Angles, Argmax, Attention, AttentionHeads, AttentionOutputs, AttentionScratch, CodedPlane, Columns,
+    Delta, Embed, FloatMatmul, Gpu, Halt, KV_BLOCK, KvFormat, KvLayout, MixNorm, NormOutputs, Projections,
+    QkNorm, RopeAppend, RopePairs, Route, RouteInputs, RouteOutputs, Rows, Shared, Slice, Step, Weights,
+    WorkList,
 };
 use smoe_kernels::{Kernels, KvBlocks, KvPlane, KvType, RopeStyle, sigmoid, top_k};
 
@@ -922,6 +923,7 @@ fn check_route(gpu: &Gpu, moe: &MoeSpec, tokens: usize, biased: bool, logits: &[
         logits: &floats(gpu, logits),
         bias: biased.then_some(&bias_slice),
         correction: biased.then_some(&correction_slice),
+        router: None,
         slots: &words(gpu, &slots),
     };
     let outputs = RouteOutputs { ids: &ids, weights: &weights, list: &list, seen: None };
@@ -975,7 +977,7 @@ fn a_halt_leaves_everything_behind_it_as_it_was() {
     let list = WorkList { entries: stale(gpu, 4 + 4 * n), pairs: stale(gpu, n), tokens, top_k: moe.top_k };
     let seen = stale(gpu, 5 * tokens * moe.n_experts);
     let halt = Halt { words: &weights, at: n };
-    let inputs = RouteInputs { logits: &plane, bias: None, correction: None, slots: &slots };
+    let inputs = RouteInputs { logits: &plane, bias: None, correction: None, router: None, slots: &slots };
     let outputs = RouteOutputs { ids: &ids, weights: &weights, list: &list, seen: Some((&seen, 3)) };
     let route = Route::halting(gpu, tokens, &moe, inputs, outputs, Some((halt, 7.0))).unwrap();
 
@@ -1056,6 +1058,68 @@ fn experts_are_chosen_weighed_and_listed_as_on_the_cpu() {
         let moe = MoeSpec { groups, router: RouterKind::Sigmoid, ..moe(64, 6, true) };
         check_route(gpu, &moe, 11, true, &logits(11, &moe, 4.0));
         check_route(gpu, &moe, 1, true, &logits(1, &moe, 4.0));
+    }
+}
+
+/// One token's ids, weights, list, pairs and the logits that others see.
+fn routed(gpu: &Gpu, moe: &MoeSpec, weights: &Weights, x: &[f32], bias: Option<&Slice>) -> [Vec<u32>; 5] {
+    let (n_experts, top_k) = (moe.n_experts, moe.top_k);
+    let (logits, x) = (stale(gpu, n_experts), floats(gpu, x));
+    let slots: Vec<u32> =
+        (0..n_experts as u32).map(|e| if e % 3 == 1 { WorkList::ABSENT } else { e }).collect();
+    let outputs = || {
+        let list =
+            WorkList { entries: stale(gpu, 4 + 4 * top_k), pairs: stale(gpu, top_k), tokens: 1, top_k };
+        (stale(gpu, top_k), stale(gpu, top_k), list, stale(gpu, n_experts))
+    };
+    let [two, one] = [None, Some((weights, &x))].map(|router| {
+        let (ids, shares, list, seen) = outputs();
+        let slots = words(gpu, &slots);
+        let inputs = RouteInputs { logits: &logits, bias, correction: bias, router, slots: &slots };
+        let places = RouteOutputs { ids: &ids, weights: &shares, list: &list, seen: Some((&seen, 0)) };
+        let route = Route::new(gpu, 1, moe, inputs, places).unwrap();
+        assert_eq!(route.makes_logits(1), router.is_some());
+        let columns = Columns::whole(logits.clone(), n_experts);
+        let product = FloatMatmul::new(gpu, weights, &x, 1, &columns).unwrap();
+        // Again, as it must leave everything ready for the next time.
+        for _ in 0..3 {
+            run(gpu, |step| {
+                if router.is_none() {
+                    product.record(step, 1);
+                }
+                route.record(step, 1);
+            });
+        }
+        [&ids, &shares, &list.entries, &list.pairs, &seen].map(|slice| read_words(gpu, slice))
+    });
+    assert_eq!(one, two, "{moe:?}");
+    one
+}
+
+#[test]
+fn a_router_that_makes_its_logits_chooses_as_two_kernels_do() {
+    let Some(gpu) = gpu() else { return };
+    let mut random = Random(77);
+    for (moe, cols, encoding, biased) in [
+        (moe(128, 8, true), 2048, Encoding::Bf16, false),
+        (moe(60, 4, false), 100, Encoding::F32, true),
+        (moe(300, 6, true), 72, Encoding::F16, false),
+        (MoeSpec { router: RouterKind::Sigmoid, ..moe(7, 2, true) }, 37, Encoding::F32, true),
+        (moe(1024, 8, true), 64, Encoding::F32, false),
+    ] {
+        let n = moe.n_experts * cols;
+        let bytes: Vec<u8> = match encoding {
+            Encoding::F32 => random.values(n).into_iter().flat_map(f32::to_le_bytes).collect(),
+            // Exponents of less than 1 in both kinds of halves.
+            _ => (0..n).flat_map(|_| (random.next() as u16 & 0xbbff).to_le_bytes()).collect(),
+        };
+        let weights = Weights::new(upload(gpu, &bytes), moe.n_experts, cols, encoding);
+        let bias = floats(gpu, &random.values(moe.n_experts));
+        let mut x = random.values(cols);
+        routed(gpu, &moe, &weights, &x, biased.then_some(&bias));
+        x[cols / 2] = f32::NAN;
+        let [_, shares, ..] = routed(gpu, &moe, &weights, &x, biased.then_some(&bias));
+        assert!(shares.iter().all(|&share| f32::from_bits(share).is_nan()), "{shares:?}");
     }
 }
 

@@ -277,7 +277,10 @@ fn layer(gpu: &Gpu) -> Result<(), GpuError> {
         (moe, None),
         (MoeSpec { router: RouterKind::Sigmoid, groups, routed_scale: 2.5, ..moe }, Some(&bias)),
     ] {
-        let inputs = RouteInputs { logits: &logits, bias, correction: bias, slots: &slots };
+        let matrix = Weights::new(floats(gpu, n_experts * 64), n_experts, 64, Encoding::Bf16);
+        let x = floats(gpu, tokens * 64);
+        let router = Some((&matrix, &x));
+        let inputs = RouteInputs { logits: &logits, bias, correction: bias, router, slots: &slots };
         let outputs = RouteOutputs { ids: &chosen, weights: &weights, list: &list, seen: None };
         Route::new(gpu, tokens, &moe, inputs, outputs)?;
     }

@@ -548,6 +548,25 @@ fn coded_experts_have_the_cpus_bits() {
 }
 
 #[test]
+fn a_lone_tokens_hidden_values_are_quantised_by_down() {
+    let Some(gpu) = device() else { return };
+    let mut random = Random(28);
+    let [q4, q8, q3] = [q(4, 64, Zero::Symmetric), q(8, 32, Zero::Symmetric), q(3, 128, Zero::Affine)];
+    let table = Encoding::Table(tables()[0]);
+    for (encodings, shape) in [
+        ([q4; 3], (200, 152)),
+        ([q4, q4, q8], (72, 96)),
+        ([q8, q8, q3], (96, 260)),
+        ([table, table, q4], (64, 700)),
+    ] {
+        let layer = Layer::new(encodings, shape, 4, &mut random);
+        let experts = assignment(1, 5, 4, &mut random);
+        layer.check(gpu, 1, 5, &experts, &mut random, |_| {});
+        layer.check(gpu, 1, 5, &experts, &mut random, |x| x[shape.0 / 2] = f32::NAN);
+    }
+}
+
+#[test]
 fn other_groups_of_down_are_whole_in_a_workgroup() {
     let Some(gpu) = device() else { return };
     let mut random = Random(9);
@@ -638,7 +657,7 @@ fn swiglu_has_the_cpus_bits_over_its_whole_range() {
     scalar().swiglu(&x, &ups, &mut values);
     let mut expected = Activations::with_capacity(tokens, d);
     expected.quantise(scalar(), &values, tokens, d, 16);
-    let Hidden::Coded(found) = &hidden else { panic!("down is coded") };
+    let Hidden::Coded(found, _) = &hidden else { panic!("down is coded") };
     let cells = floats(gpu, &found.cells);
     let codes = gpu.download(&found.codes).unwrap();
     for cell in 0..tokens * 4 {

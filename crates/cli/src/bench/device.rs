@@ -4,7 +4,8 @@
 //! several times what a cache holds, so weights come from memory. GB/s counts bytes of weights (of copies: read
 //! and written). Steps are handed over without waiting, so that the host records one while the device does the
 //! one before; what one step takes is subtracted from what several take, and with it the cost of handing over
-//! and waiting. Medians of seven.
+//! and waiting. Medians of seven. `of_bound` holds each against the bytes at the speed of a copy, and what a dispatch costs
+//! that is of another kernel than the last and waits for it, as those of a token do.
 
 use std::time::Instant;
 
@@ -25,6 +26,9 @@ const COLD: u64 = 1_800_000_000;
 const RUNS: usize = 7;
 /// What the others are held against.
 const COPY: &str = "copy by a kernel";
+const WAITS: &str = "dispatch that waits for another";
+/// Kernels that wait for each other in turn.
+const KINDS: usize = 8;
 
 /// Times a device's kernels.
 pub fn kernels(choice: &DeviceChoice) -> Result<Record, Failure> {
@@ -48,7 +52,9 @@ pub fn kernels(choice: &DeviceChoice) -> Result<Record, Failure> {
     let figures = Bench { gpu, cold, small, figures: Vec::new() }.all();
     spinner.finish_and_clear();
     let figures = figures.map_err(failed)?;
-    let copy = figures.iter().find(|figure| figure.what == COPY).map_or(f64::NAN, Figure::rate);
+    let figure = |what| figures.iter().find(|figure| figure.what == what);
+    let copy = figure(COPY).map_or(f64::NAN, Figure::rate);
+    let dispatch = figure(WAITS).map_or(f64::NAN, |figure| figure.seconds);
     for figure in &figures {
         let name = match figure.tokens {
             0 => figure.what.clone(),
@@ -63,6 +69,7 @@ pub fn kernels(choice: &DeviceChoice) -> Result<Record, Failure> {
                     "us": rounded(figure.us()),
                     "gb_s": rounded(figure.rate() / 1e9),
                     "of_copy": rounded(figure.rate() / copy),
+                    "of_bound": rounded((figure.bytes as f64 / copy + dispatch) / figure.seconds),
                 })
             },
         );
@@ -139,6 +146,10 @@ impl Bench {
                 self.experts(name, (d / scale, ff / scale), tokens, shared)?;
             }
         }
+        // Of a token of the 30B's.
+        for (what, rows, cols) in [("qkv 5120 x 2048 q8", 5120, 2048), ("o 2048 x 4096 q8", 2048, 4096)] {
+            self.coded(what, (rows / scale, cols / scale), q(8), 1)?;
+        }
         for tokens in [1, 2, 4, 8] {
             self.coded("matvec 24576 x 4096 q4", (24_576 / scale, 4096 / scale), q(4), tokens)?;
         }
@@ -212,6 +223,21 @@ impl Bench {
         self.tell("submit and wait", 0, wait, 0);
         let empty = self.time(&|step, _| step.run(&op, &[], [1, 1, 1]))?;
         self.tell("empty dispatch", 0, empty, 0);
+        let words = [self.gpu.buffer("word", 4)?, self.gpu.buffer("word", 4)?];
+        let link = |i: usize| {
+            let source = format!(
+                "@group(0) @binding(0) var<storage, read> before: array<u32>;
+                @group(0) @binding(1) var<storage, read_write> after: array<u32>;
+                @compute @workgroup_size(64)
+                fn main(@builtin(local_invocation_index) lane: u32) {{
+                    if (lane == 0u) {{ after[0] = before[0] + {i}u; }}
+                }}"
+            );
+            self.shader("link", &source, &[Access::Read, Access::Write], &[&words[i % 2], &words[1 - i % 2]])
+        };
+        let links = (0..KINDS).map(link).collect::<Result<Vec<_>, _>>()?;
+        let waits = self.time(&|step, i| step.run(&links[i % KINDS], &[], [1, 1, 1]))?;
+        self.tell(WAITS, 0, waits, 0);
         Ok(())
     }
 

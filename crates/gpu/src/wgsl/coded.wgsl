@@ -9,13 +9,11 @@
 // What is indexed by a literal, once all is inlined, lives in registers: hence the lists of calls in place of
 // loops, `..s` of what is here by the line, token, span or chain, which coded.rs appends.
 //
-// Needs: those lists; fn levels, which makes factors of codes; fn finish, which takes the sums; fn fma2, const PLAYED;
+// Needs: those lists; coded_plane.wgsl or coded_own.wgsl, the operand; fn levels, which makes factors of codes; fn finish, which takes the sums; fn fma2, const PLAYED;
 // consts LOW, HIGH (bits of the planes), TILE_GROUP, AFFINE, TABLE, TOKENS, THREADS, ITEMS, SLOTS, CHAINS, HELD
 // (lanes hold their shares of tiles, as they cannot of the longest).
 
 @group(0) @binding(0) var<storage, read> weights: array<vec4<u32>>;
-@group(0) @binding(1) var<storage, read> x_codes: array<vec4<u32>>;
-@group(0) @binding(2) var<storage, read> x_cells: array<vec2<u32>>;
 
 // 64-byte lines of the planes, and of the tile.
 const LOW_LINES: u32 = TILE_GROUP * LOW / 16u;
@@ -123,7 +121,7 @@ fn add_span(
     tile: u32,
     v: u32,
 ) {
-    let x = x_codes[((*job).rows[token] * (*job).tiles + tile) * SPANS + v];
+    let x = x_codes_of(job, token, tile, v);
     (*sums)[2u * token] += dot4((*span).low[0], x.x) + dot4((*span).low[1], x.y)
         + dot4((*span).low[2], x.z) + dot4((*span).low[3], x.w);
     (*sums)[2u * token + 1u] += dot4((*span).high[0], x.x) + dot4((*span).high[1], x.y)
@@ -160,7 +158,7 @@ fn hand(
     tile: u32,
     token: u32,
 ) {
-    let cell = x_cells[(*job).rows[token] * (*job).tiles + tile];
+    let cell = x_cell_of(job, token, tile);
     let sum = bitcast<i32>(cell.y);
     var factor = bitcast<f32>(cell.x);
     // 8-bit codes were taken less 128; symmetric ones count from the middle; levels are what they are.
@@ -290,6 +288,7 @@ fn products(job: ptr<function, Job>, lane: u32) {
     var sums = Sums();
     let slot = lane >> 2u;
     load_items(job, &lines, 0u, lane);
+    prepare(job, lane);
     for (var first = 0u; first < (*job).items; first += SLOTS) {
         if (slot < SLOTS && first + slot < (*job).items) {
             multiply(job, &lines, 0u, slot, first + slot, lane & 3u);

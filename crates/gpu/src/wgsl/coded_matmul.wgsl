@@ -1,6 +1,6 @@
 // One coded matrix times the tokens of a plane. Workgroups: (runs of blocks of rows, runs of tokens).
 //
-// Needs: coded.wgsl.
+// Needs: coded.wgsl, coded_plane.wgsl.
 
 struct Params { rows: u32, tiles: u32, blocks: u32, tokens: u32, stride: u32, offset: u32, nothing: u32 }
 var<immediate> p: Params;

@@ -1,4 +1,4 @@
-// Needs: experts_product.wgsl, coded.wgsl.
+// Needs: experts_product.wgsl, coded.wgsl and an operand of it.
 
 // Of an expert: `at` is where the matrix begins in its slot, `slot` what slots are apart, in pieces.
 struct Params { rows: u32, tiles: u32, blocks: u32, at: u32, slot: u32, nothing: u32 }

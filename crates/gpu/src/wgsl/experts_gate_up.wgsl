@@ -3,7 +3,7 @@
 // A workgroup has an entry and PART blocks of 32 rows of gate and as many of up: whole groups of GROUP hidden
 // values. Workgroups: (parts, entries).
 //
-// Needs: quantise.wgsl, coded.wgsl, experts.wgsl, experts_glu.wgsl, consts PART, TOP_K.
+// Needs: quantise.wgsl, coded.wgsl, coded_plane.wgsl, experts.wgsl, experts_glu.wgsl, consts PART, TOP_K.
 
 // `gate` and `up` are where the matrices begin in a slot, `slot` what slots are apart, in pieces.
 struct Params { rows: u32, tiles: u32, gate: u32, up: u32, slot: u32, groups: u32, nothing: u32 }

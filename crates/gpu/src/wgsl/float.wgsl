@@ -15,7 +15,7 @@ const FOURS: u32 = LANES / 4u;
 var<workgroup> fours: array<f32, THREADS / 4u * ROWS * TOKENS>;
 
 struct Job {
-    // Where the matrix begins, in units of `weights`.
+    // Where the matrix begins, in units of `matrix`.
     at: u32,
     rows: u32,
     cols: u32,

@@ -2,17 +2,17 @@
 //
 // Needs: const KIND: 0 f32, 1 f16, 2 bf16.
 
-@group(0) @binding(0) var<storage, read> weights: array<u32>;
+@group(0) @binding(0) var<storage, read> matrix: array<u32>;
 @group(0) @binding(1) var<storage, read> x: array<f32>;
 
-// Bytes of what `weights` is an array of.
+// Bytes of what `matrix` is an array of.
 const UNIT: u32 = 4u;
 
 fn weight(at: u32, i: u32) -> f32 {
     if (KIND == 0u) {
-        return bitcast<f32>(weights[at + i]);
+        return bitcast<f32>(matrix[at + i]);
     }
-    let bits = (weights[at + i / 2u] >> (16u * (i & 1u))) & 0xffffu;
+    let bits = (matrix[at + i / 2u] >> (16u * (i & 1u))) & 0xffffu;
     if (KIND == 1u) {
         return unpack2x16float(bits).x;
     }

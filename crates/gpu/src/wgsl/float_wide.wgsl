@@ -2,10 +2,10 @@
 //
 // Needs: const KIND: 0 f32, 1 f16, 2 bf16.
 
-@group(0) @binding(0) var<storage, read> weights: array<vec4<u32>>;
+@group(0) @binding(0) var<storage, read> matrix: array<vec4<u32>>;
 @group(0) @binding(1) var<storage, read> x: array<vec4<f32>>;
 
-// Bytes of what `weights` is an array of.
+// Bytes of what `matrix` is an array of.
 const UNIT: u32 = 16u;
 
 fn two(word: u32) -> vec2<f32> {
@@ -19,9 +19,9 @@ fn two(word: u32) -> vec2<f32> {
 fn weights_eight(at: u32, row: u32, cols: u32, eight: u32) -> Eight {
     let i = row * (cols / 8u) + eight;
     if (KIND == 0u) {
-        return Eight(bitcast<vec4<f32>>(weights[at + 2u * i]), bitcast<vec4<f32>>(weights[at + 2u * i + 1u]));
+        return Eight(bitcast<vec4<f32>>(matrix[at + 2u * i]), bitcast<vec4<f32>>(matrix[at + 2u * i + 1u]));
     }
-    let w = weights[at + i];
+    let w = matrix[at + i];
     return Eight(vec4(two(w.x), two(w.y)), vec4(two(w.z), two(w.w)));
 }
 

@@ -1,13 +1,12 @@
 // What route.wgsl and route_list.wgsl do, of one token: fewer waits, as everything else waits for it. A lane keeps
 // what it has of its experts, sees the keys of all, and nothing is counted that can be told from the ranking.
 //
-// Needs: what route.wgsl needs but TOKENS, LISTED; const PER (experts of a lane), SPREAD (lanes that share the ranking of
-// an expert), PADDED (EXPERTS, up to whole runs of keys).
+// Needs: what route.wgsl needs but TOKENS, LISTED, logits; const THREADS, PER (experts of a lane), SPREAD (lanes that share
+// the ranking of an expert), PADDED (EXPERTS, up to whole runs of keys); fn logit_of(expert), called once for each.
 
-struct Params { tokens: u32, scale: f32, number: f32, seen: u32, nothing: u32 }
+struct Params { parts: u32, scale: f32, number: f32, seen: u32, nothing: u32 }
 var<immediate> p: Params;
 
-const THREADS: u32 = 256u;
 const SIZE: u32 = EXPERTS / GROUPS;
 const ABSENT: u32 = 0xffffffffu;
 // Keys that a lane reads before it compares them.
@@ -39,12 +38,8 @@ fn is_nan(x: f32) -> bool {
     return (bitcast<u32>(x) & 0x7fffffffu) > 0x7f800000u;
 }
 
-@compute @workgroup_size(THREADS)
-fn main(
-    @builtin(local_invocation_index) lane: u32,
-    @builtin(subgroup_size) width: u32,
-    @builtin(subgroup_invocation_id) place: u32,
-) {
+/// Called by a whole workgroup.
+fn route(lane: u32, width: u32, place: u32) {
     // Nothing waits for it but what is written.
     var goes_on = true;
     if (HALTS) {
@@ -56,7 +51,7 @@ fn main(
     for (var k = 0u; k < PER; k++) {
         let i = k * THREADS + lane;
         if (i < EXPERTS) {
-            let logit = logits[i] + bias_of(i);
+            let logit = logit_of(i) + bias_of(i);
             let slot = slots[i];
             correction_ahead[k] = correction_of(i);
             score[k] = logit;

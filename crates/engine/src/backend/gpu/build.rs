@@ -133,6 +133,7 @@ impl GpuBackend {
             recorder: Recorder::new(gpu.clone(), meter.clone()),
             tokens: 0,
             visible: 0,
+            context: plan.context,
             next: 0,
             pending: Pending::Nothing,
             layers,
@@ -423,7 +424,16 @@ impl<'a> Builder<'a> {
                 let layout = ExpertLayout::new(table, table.record_len as u64);
                 let logits = self.planes.router.clone();
                 let n_experts = self.spec.moe.n_experts;
-                let router = self.product(&[host.matrix(router)], &normed, t, &logits, n_experts)?;
+                let matrix = self.up.matrix(&host.matrix(router))?;
+                let mut router = Vec::new();
+                self.products_of(&matrix, &normed, t, &logits, n_experts, 0, &mut router)?;
+                let whole = match matrix.parts.as_slice() {
+                    [part] if matrix.encoding.is_float() => {
+                        let bytes = part.bytes.clone();
+                        Some(DeviceWeights::new(bytes, part.rows, matrix.cols, matrix.encoding))
+                    }
+                    _ => None,
+                };
                 let shared = match shared {
                     None => None,
                     Some(ffn) => {
@@ -451,6 +461,7 @@ impl<'a> Builder<'a> {
                     logits: &logits,
                     bias: bias.as_ref(),
                     correction: correction.as_ref(),
+                    router: whole.as_ref().map(|weights| (weights, &normed.float)),
                     slots: places,
                 };
                 let outputs = RouteOutputs {

@@ -6,7 +6,8 @@
 //! values of layers that ran in vain are written again. So the host hands over several layers at once, reads the
 //! halt, brings what is missing and goes on from that layer's experts.
 //!
-//! While the device works, the host records the layers that come next.
+//! While the device works, the host records what comes next: the layers behind, or, where every expert is there, the
+//! whole of the next step, which is like this one but for a position more.
 
 use std::time::Instant;
 
@@ -38,7 +39,18 @@ pub(super) struct Flow {
     halted: Option<usize>,
     /// Layers that are recorded and not handed over.
     ahead: Option<Ahead>,
+    /// The step that is likely to come, where nothing halts.
+    foreseen: Option<Foreseen>,
     pace: Pace,
+}
+
+/// A step that is recorded, of all layers and the head of each of its tokens.
+struct Foreseen {
+    tokens: usize,
+    /// Positions that its tokens see at most.
+    visible: usize,
+    step: Recorded,
+    reading: Reading,
 }
 
 /// Layers that are recorded.
@@ -89,7 +101,7 @@ impl Flow {
     pub(super) const fn new(few: usize, at: usize) -> Self {
         // Nothing is there at first.
         let pace = Pace { halting: 1.0, wait: Pace::WAIT };
-        Self { few, at, set: false, halted: None, ahead: None, pace }
+        Self { few, at, set: false, halted: None, ahead: None, foreseen: None, pace }
     }
 }
 
@@ -172,7 +184,9 @@ impl GpuBackend {
         match &self.layers[layer].ops {
             LayerOps::Dense(ffn) => ffn.record(step, tokens),
             LayerOps::Moe(moe) => {
-                moe.router.iter().for_each(|product| product.record(step, tokens));
+                if !moe.route.makes_logits(tokens) {
+                    moe.router.iter().for_each(|product| product.record(step, tokens));
+                }
                 moe.record_shared(step, tokens);
                 moe.route.record(step, tokens);
                 moe.own.record(step, tokens);
@@ -192,23 +206,53 @@ impl GpuBackend {
         Ahead { from, to, step, reading }
     }
 
-    /// Computes everything that is left, nothing being missing, handing it over as it is recorded.
+    /// Computes everything that is left, nothing being missing: what was foreseen, or handing it over as it is recorded.
     pub(super) fn flow_all(&mut self, from: usize, head: &[usize]) -> Result<(), EngineError> {
         let to = self.layers.len();
-        for layer in from..to {
-            self.record_layer(layer);
-            if layer % LAYERS_AT_ONCE == LAYERS_AT_ONCE - 1 && layer + 1 < to {
-                self.submit();
+        let whole = from == 0 && self.heads_all(head) && self.recorder.profile.is_none();
+        let like = |step: &Foreseen| whole && (step.tokens, step.visible) == (self.tokens, self.visible);
+        let (reading, then) = match self.flow.foreseen.take().filter(like) {
+            Some(Foreseen { step, reading, .. }) => {
+                self.pending = Pending::Nothing;
+                (reading, Some(step))
             }
-        }
-        let reading = self.record_reading(from, to, head);
+            None => {
+                for layer in from..to {
+                    self.record_layer(layer);
+                    if layer % LAYERS_AT_ONCE == LAYERS_AT_ONCE - 1 && layer + 1 < to {
+                        self.submit();
+                    }
+                }
+                (self.record_reading(from, to, head), None)
+            }
+        };
         self.next = to;
-        if let Some(submitted) = self.submit() {
+        if let Some(submitted) = self.submit_with(then) {
+            if whole && self.tokens <= self.flow.few && self.visible < self.context {
+                self.foresee(head);
+            }
             let halted = self.read_flow(&submitted, reading, head)?;
             debug_assert_eq!(halted, None, "every expert is there");
             (reading.first..reading.end).for_each(|_| self.flow.pace.hear(false));
         }
         Ok(())
+    }
+
+    /// Whether these are all of the step's tokens.
+    pub(super) fn heads_all(&self, head: &[usize]) -> bool {
+        head.len() == self.tokens && head.iter().enumerate().all(|(i, &token)| i == token)
+    }
+
+    /// Records the step that comes if each token is followed by one.
+    fn foresee(&mut self, head: &[usize]) {
+        let (tokens, to) = (self.tokens, self.layers.len());
+        self.visible += 1;
+        (0..to).for_each(|layer| self.record_layer(layer));
+        let (visible, reading) = (self.visible, self.record_reading(0, to, head));
+        self.visible -= 1;
+        self.next = to;
+        let step = self.recorder.ahead(None);
+        self.flow.foreseen = step.map(|step| Foreseen { tokens, visible, step, reading });
     }
 
     /// Computes everything with a wait for each layer, nothing being missing: as if each had halted.

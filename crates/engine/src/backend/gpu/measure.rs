@@ -17,8 +17,8 @@ const WARM_UP: Duration = Duration::from_secs(1);
 const UPLOADED: usize = 2;
 /// Bytes of memory that uploads are timed from, the first ones written long before the last.
 const COLD_BYTES: usize = 128 << 20;
-/// Position of the token that is timed.
-const POSITION: u32 = 31;
+/// Tokens that follow each other before they begin again at the first position: as many as a block holds.
+const POSITIONS: u32 = 32;
 
 fn median(mut times: Vec<f64>) -> f64 {
     times.remove(0);
@@ -50,14 +50,16 @@ impl GpuBackend {
         // A software device has no clock of its own, and takes its time.
         let warm_up = if self.gpu.facts().kind == DeviceKind::Software { Duration::ZERO } else { WARM_UP };
         let began = Instant::now();
+        let mut positions = (0..POSITIONS.min(self.context as u32)).cycle();
         while times.len() < TIMES {
+            let position = positions.next().unwrap_or(0);
             let start = Instant::now();
             let before = self.meter.dispatches.get();
             self.begin_step(&[0]);
             self.gpu.write(&self.tables, 0, &[0; 4]);
-            self.visible = POSITION as usize + 1;
+            self.visible = position as usize + 1;
             for buffer in &self.rows {
-                self.gpu.write(&buffer.rows, 0, bytemuck::cast_slice(&[POSITION, 0, 0, 0]));
+                self.gpu.write(&buffer.rows, 0, bytemuck::cast_slice(&[position, 0, 0, 0]));
             }
             if apart {
                 self.flow_apart(&[0])?

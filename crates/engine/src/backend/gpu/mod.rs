@@ -64,6 +64,8 @@ pub struct GpuBackend {
     tokens: usize,
     /// Positions that the step's tokens see at most.
     visible: usize,
+    /// Positions of a session at most.
+    context: usize,
     /// The layer that comes.
     next: usize,
     pending: Pending,
@@ -245,8 +247,7 @@ impl GpuBackend {
     /// Records the logits of these tokens.
     fn record_head(&mut self, tokens: &[usize]) {
         assert!(tokens.len() <= HEAD_ROWS, "{} rows of logits at once", tokens.len());
-        let all = tokens.len() == self.tokens && tokens.iter().enumerate().all(|(i, &t)| i == t);
-        if !all || self.pending == Pending::Nothing {
+        if !self.heads_all(tokens) || self.pending == Pending::Nothing {
             self.settle();
         }
         let n = tokens.len();

@@ -32,28 +32,57 @@ fn step(
     (logits, meter.snapshot() - before)
 }
 
-#[test]
-fn a_halt_at_any_layer_changes_no_bit() {
+/// An engine on a device, with room for every expert; none, said aloud, where there is no device.
+fn engine(model: &TinyModel) -> Option<(tempfile::TempDir, Vault, Engine)> {
     let _gpu = match Gpu::shared(None, Software::Accept) {
         Ok(gpu) => gpu,
-        Err(error) => return eprintln!("SKIPPED: {error}"),
+        Err(error) => {
+            eprintln!("SKIPPED: {error}");
+            return None;
+        }
     };
+    let dir = tempfile::tempdir().unwrap();
+    let encoding = |text: &str| text.parse::<Encoding>().unwrap();
+    model.write_vault(dir.path(), [encoding("q4/64"); 3], encoding("q8/64"));
+    let vault = Vault::open(dir.path()).unwrap();
+    let plan = PlanRequest {
+        memory: Some(1 << 30),
+        ring: RingSize::Slots(vault.experts.records.len()),
+        context: Some(256),
+        chunk: Some(32),
+        threads: Some(1),
+        ..PlanRequest::default()
+    };
+    let options = EngineOptions { plan, device: DeviceChoice::Gpu(None), ..EngineOptions::default() };
+    let engine = Engine::open(&vault, &options).unwrap();
+    Some((dir, vault, engine))
+}
+
+#[test]
+fn a_step_that_was_recorded_ahead_is_the_one_that_comes() {
+    let model = TinyModel::qwen3(33);
+    let Some((_dir, _vault, mut engine)) = engine(&model) else { return };
+    // Up to the end of the context, over ends of blocks and of attention's first split.
+    let all = model.prompt(256, 1);
+    for held in [118, 250] {
+        let mut session = engine.open_session().unwrap();
+        engine.sync(&mut session, &all[..held], &mut Control::default()).unwrap();
+        let positions = held..all.len().min(held + 14);
+        let mut one = |at: usize| step(&mut engine, &mut session, at, &all[at..=at], 0..0).0;
+        let ahead: Vec<_> = positions.clone().map(&mut one).collect();
+        // Backwards no step is like the one that was expected.
+        for (at, ahead) in positions.zip(ahead).rev() {
+            assert!(one(at) == ahead, "position {at}");
+        }
+        engine.close(session, false);
+    }
+}
+
+#[test]
+fn a_halt_at_any_layer_changes_no_bit() {
     // Without a shared expert, and with a gated one behind a dense layer.
     for model in [TinyModel::qwen3(31), TinyModel::qwen2(32)] {
-        let dir = tempfile::tempdir().unwrap();
-        let encoding = |text: &str| text.parse::<Encoding>().unwrap();
-        model.write_vault(dir.path(), [encoding("q4/64"); 3], encoding("q8/64"));
-        let vault = Vault::open(dir.path()).unwrap();
-        let plan = PlanRequest {
-            memory: Some(1 << 30),
-            ring: RingSize::Slots(vault.experts.records.len()),
-            context: Some(256),
-            chunk: Some(32),
-            threads: Some(1),
-            ..PlanRequest::default()
-        };
-        let options = EngineOptions { plan, device: DeviceChoice::Gpu(None), ..EngineOptions::default() };
-        let mut engine = Engine::open(&vault, &options).unwrap();
+        let Some((_dir, vault, mut engine)) = engine(&model) else { return };
         let (name, layers) = (&model.spec.model_type, 0..vault.spec.n_layers());
         let is_moe = |layer: usize| vault.spec.layers[layer] == FfnKind::Moe;
         let mut session = engine.open_session().unwrap();

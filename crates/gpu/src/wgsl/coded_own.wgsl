@@ -1,0 +1,44 @@
+// The operand of coded.wgsl: one row of an f32 plane, which each workgroup quantises for itself while its weights are
+// on their way.
+//
+// Needs: quantise.wgsl, consts COLS (a multiple of 4), OWN (groups of a row).
+
+@group(0) @binding(1) var<storage, read> x: array<vec4<f32>>;
+
+var<workgroup> own_codes: array<u32, OWN * GROUP / 4u>;
+var<workgroup> own_cells: array<vec2<u32>, OWN>;
+
+fn x_codes_of(job: ptr<function, Job>, token: u32, tile: u32, v: u32) -> vec4<u32> {
+    let at = (tile * SPANS + v) * 4u;
+    return vec4(own_codes[at], own_codes[at + 1u], own_codes[at + 2u], own_codes[at + 3u]);
+}
+
+fn x_cell_of(job: ptr<function, Job>, token: u32, tile: u32) -> vec2<u32> {
+    return own_cells[tile];
+}
+
+fn prepare(job: ptr<function, Job>, lane: u32) {
+    for (var base = 0u; base < TEAM * OWN; base += THREADS) {
+        let id = base + lane;
+        // Lanes past the end repeat the last group, and write nothing.
+        let group = min(id / TEAM, OWN - 1u);
+        let part = id % TEAM;
+        var values: array<vec4<f32>, WORDS>;
+        for (var i = 0u; i < WORDS; i++) {
+            let column = group * GROUP + part * (GROUP / TEAM) + 4u * i;
+            if (column < COLS) {
+                values[i] = x[((*job).rows[0] * COLS + column) / 4u];
+            }
+        }
+        let coded = quantise(values);
+        if (id / TEAM < OWN) {
+            for (var i = 0u; i < WORDS; i++) {
+                own_codes[group * (GROUP / 4u) + part * WORDS + i] = coded.words[i];
+            }
+            if (part == 0u) {
+                own_cells[group] = vec2(bitcast<u32>(coded.scale), bitcast<u32>(coded.sum));
+            }
+        }
+    }
+    workgroupBarrier();
+}
