@@ -57,42 +57,49 @@ impl Uniform {
     }
 
     /// Bits of a code.
+    #[inline]
     #[must_use]
     pub const fn bits(self) -> u8 {
         self.bits
     }
 
     /// Columns that share a scale.
+    #[inline]
     #[must_use]
     pub const fn group(self) -> usize {
         self.group as usize
     }
 
     /// Symmetric or affine.
+    #[inline]
     #[must_use]
     pub const fn zero(self) -> Zero {
         self.zero
     }
 
     /// The largest code, `m = 2^b - 1`.
+    #[inline]
     #[must_use]
     pub const fn max_code(self) -> u8 {
         (0xff_u16 >> (8 - self.bits)) as u8
     }
 
     /// Groups of a row of `cols` columns, the last one possibly padded.
+    #[inline]
     #[must_use]
     pub const fn groups(self, cols: usize) -> usize {
         cols.div_ceil(self.group())
     }
 
     /// Bytes of the codes of a tile.
+    #[inline]
     #[must_use]
     pub const fn code_bytes(self) -> usize {
         tile::plane_bytes(self.bits, self.group())
     }
 
     /// Bytes of a tile: codes, scales and, if affine, minima. A multiple of 64.
+    #[inline]
     #[must_use]
     pub const fn tile_bytes(self) -> usize {
         self.code_bytes()
@@ -103,6 +110,7 @@ impl Uniform {
     }
 
     /// Bytes of a block of 32 rows of `cols` columns.
+    #[inline]
     #[must_use]
     pub const fn block_bytes(self, cols: usize) -> usize {
         self.groups(cols) * self.tile_bytes()

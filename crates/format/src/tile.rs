@@ -25,6 +25,7 @@ pub const SCALE_BYTES: usize = 2 * ROWS;
 ///
 /// # Panics
 /// If `bits` is none of 2, 3, 4, 5, 6, 8.
+#[inline]
 #[must_use]
 pub const fn plane_widths(bits: u8) -> [u8; 2] {
     match bits {
@@ -39,6 +40,7 @@ pub const fn plane_widths(bits: u8) -> [u8; 2] {
 }
 
 /// Bytes of a plane of `width` bits for a group of `group` columns and 32 rows.
+#[inline]
 #[must_use]
 pub const fn plane_bytes(width: u8, group: usize) -> usize {
     group * ROWS * width as usize / 8

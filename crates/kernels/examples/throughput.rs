@@ -3,7 +3,8 @@
 //! Every figure is a whole call, forks included, timed by the calling thread, which is one of the workers.
 //! "Cold" walks over different matrices, more than any cache holds; "hot" repeats one. GB/s counts codes and
 //! scales. The stream is what the same threads read with plain loads in the same seconds. Medians, and what
-//! is compared is run in turn. Arguments: names of kernel sets, `coded`, `tables`, `experts`, `attention`, `quick`.
+//! is compared is run in turn. Arguments: names of kernel sets, `coded`, `tables`, `experts`, `clients`,
+//! `attention`, `quick`.
 #![allow(clippy::print_stdout)]
 
 use std::hint::black_box;
@@ -23,7 +24,7 @@ fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let among = |names: &[&str]| names.iter().any(|name| arguments.iter().any(|a| a == name));
     let passes = if among(&["quick"]) { 3 } else { 7 };
-    let sections = ["coded", "tables", "experts", "attention"];
+    let sections = ["coded", "tables", "experts", "clients", "attention"];
     let wants = |section: &str| !among(&sections) || among(&[section]);
     let sets: Vec<Kernels> = Kernels::available().into_iter().skip(1).rev().collect();
     let names: Vec<&str> = sets.iter().map(|k| k.name()).collect();
@@ -46,6 +47,9 @@ fn main() {
         }
         if wants("experts") {
             bench_experts(kernels, passes);
+        }
+        if wants("clients") {
+            bench_clients(kernels, passes);
         }
         if wants("attention") {
             for ty in [KvType::F16, KvType::F32, KvType::Q8] {
@@ -298,6 +302,74 @@ fn bench_experts(kernels: Kernels, passes: usize) {
         }
         println!("{line}");
     }
+}
+
+/// A step of eight clients from memory: the union of a layer's experts and products of resident weights, each followed by
+/// a stream over as many other bytes; medians of the quotients, and the quartiles.
+fn bench_clients(kernels: Kernels, passes: usize) {
+    let ([d_model, d_ff], clients) = (EXPERT, 8);
+    let encoding = Encoding::Uniform(uniform(4));
+    let size = encoding.tensor_bytes(d_ff, d_model).expect("fits");
+    let experts = COLD / (3 * size);
+    let bytes = tensors(4, d_ff, d_model, 3 * experts);
+    // Tokens of each expert, so many as with independent routing: 46 experts have 64 pairs.
+    let tokens: Vec<Vec<u32>> = [(31, 1), (12, 2), (3, 3)]
+        .iter()
+        .flat_map(|&(n, each)| (0..n).map(move |i| (0..each).map(|k| (i * 3 + k * 2 + each) % 8).collect()))
+        .collect();
+    let pool = Pool::new(2, false);
+    let mut scratch = ExpertScratch::with_capacity(128, d_model, d_ff, false);
+    let mut line = format!("{:<7} {clients} clients, q4, 2 thr, of a stream:", kernels.name());
+    let a = quantised(kernels, clients, d_model);
+    let coded = [a.view()];
+    let input = Input::new(&[], clients, &coded);
+    let mut out = vec![0.0; 151_936 / 8 * clients];
+    // Where the next bytes that are cold begin, in experts.
+    let mut cursor = 0;
+    let mut next = |n: usize| {
+        if cursor + n > experts {
+            cursor = 0;
+        }
+        cursor += n;
+        cursor - n
+    };
+    let mut measure = |name: &str, n: usize, f: &mut dyn FnMut(usize)| {
+        let (mut quotients, mut streams) = (Vec::new(), Vec::new());
+        for _ in 0..4 * passes {
+            let at = next(n);
+            let time = seconds(1, || f(at));
+            let at = next(n);
+            let stream = once(&pool, &bytes[3 * size * at..][..3 * size * n]);
+            quotients.push(stream / time);
+            streams.push((3 * size * n) as f64 / stream / 1e9);
+        }
+        quotients.sort_by(f64::total_cmp);
+        let [low, mid, high] = [1, 2, 3].map(|q| quotients[quotients.len() * q / 4]);
+        line += &format!(" {name} {mid:.3} ({low:.3} to {high:.3}, of {:.1} GB/s);", median(streams));
+    };
+    measure("union of 46 experts", tokens.len(), &mut |first| {
+        let mut pairs = 0;
+        for (chunk, tokens) in tokens.chunks(16).enumerate() {
+            let calls: Vec<ExpertCall<'_>> =
+                tokens.iter().enumerate().map(|(i, t)| expert(&bytes, first + chunk * 16 + i, t)).collect();
+            pairs = tokens.iter().map(Vec::len).sum();
+            let out = &mut out[..pairs * d_model];
+            expert_ffn(&pool, kernels, &calls, Activation::SwiGlu, &input, &mut scratch, out);
+        }
+        black_box(pairs);
+    });
+    for tokens in [1, 2, 3, 8] {
+        let a = quantised(kernels, tokens, d_model);
+        let coded = [a.view()];
+        let input = Input::new(&[], tokens, &coded);
+        // Eight experts' bytes as one matrix, as a head's part.
+        let (n, rows) = (8, 24 * d_ff);
+        measure(&format!("{rows} x {d_model}, T={tokens}"), n, &mut |first| {
+            let matrix = Matrix::new(&bytes[3 * size * first..][..3 * size * n], rows, d_model, encoding);
+            matmul(&pool, kernels, &matrix, &input, &mut out[..tokens * rows]);
+        });
+    }
+    println!("{line}");
 }
 
 /// Seconds of reading `bytes` once.

@@ -7,7 +7,7 @@
 //! the tokens, a fork before copies its tokens together.
 
 use crate::activations::{Planes, Run, room};
-use crate::matmul::{Operand, TASKS_PER_THREAD, multiply};
+use crate::matmul::{Operand, TASK_BYTES, TASKS_PER_THREAD, multiply};
 use crate::output::Shared;
 use crate::{Input, Kernels, Matrix, Pool};
 
@@ -133,9 +133,9 @@ fn place(call: &ExpertCall<'_>, matrix: &Matrix<'_>, operand: Operand<'_>) -> us
     }
 }
 
-/// Rows of a task if every expert's `rows` are cut alike, in whole units: enough tasks for all threads.
-fn rows_per_task(pool: &Pool, experts: usize, rows: usize, unit: usize) -> usize {
-    let parts = (pool.threads() * TASKS_PER_THREAD).div_ceil(experts);
+/// Rows of a task if every expert's `rows`, so many bytes, are cut alike, in whole units.
+fn rows_per_task(pool: &Pool, experts: usize, rows: usize, bytes: usize, unit: usize) -> usize {
+    let parts = (pool.threads() * TASKS_PER_THREAD).div_ceil(experts).max(bytes.div_ceil(TASK_BYTES));
     rows.div_ceil(parts).next_multiple_of(unit).max(unit)
 }
 
@@ -270,7 +270,8 @@ pub fn expert_ffn(
         tiles.filter(|_| !input.is_exact()).map(|tiles| tiles.group())
     };
 
-    let rows_each = rows_per_task(pool, experts.len(), d_ff, unit);
+    let bytes = first.gate.bytes().len() + first.up.bytes().len();
+    let rows_each = rows_per_task(pool, experts.len(), d_ff, bytes, unit);
     let parts = d_ff.div_ceil(rows_each);
     {
         let (gates, ups) = (Shared::new(gate), Shared::new(up));
@@ -307,7 +308,7 @@ pub fn expert_ffn(
         });
     }
 
-    let rows_each = rows_per_task(pool, experts.len(), d_model, ROWS);
+    let rows_each = rows_per_task(pool, experts.len(), d_model, first.down.bytes().len(), ROWS);
     let parts = d_model.div_ceil(rows_each);
     let (hidden, floats) = (&*hidden, &*gate);
     let out = Shared::new(out);

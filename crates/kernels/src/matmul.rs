@@ -13,8 +13,11 @@ use crate::{Kernels, Matrix, Pool, Shard};
 
 /// Multiply-adds below which a fork does not pay: some microseconds of work.
 pub(crate) const FORK: usize = 1 << 18;
-/// Tasks per thread of a product: enough to balance, few enough that each streams some hundred KB.
+/// Tasks per thread of a product at least, if it has as many rows: enough to balance.
 pub(crate) const TASKS_PER_THREAD: usize = 8;
+/// Bytes of weights of a task at most, about, so that nobody waits long for the last one: 7 us of a core's share of
+/// memory (EXP-ENGINE-05).
+pub(crate) const TASK_BYTES: usize = 256 << 10;
 
 /// What a layer's matrices are multiplied by: the activations in `f32`, and as int8 codes in every group
 /// size that the coded matrices among them need.
@@ -133,8 +136,11 @@ pub fn matmul_all(pool: &Pool, kernels: Kernels, products: &mut [Product<'_>], i
         return;
     }
     let share = total / (pool.threads() * TASKS_PER_THREAD);
-    let rows_per_task =
-        |m: &Matrix<'_>| (share / (m.cols() * input.tokens).max(1)).next_multiple_of(ROWS).max(ROWS);
+    let rows_per_task = |m: &Matrix<'_>| {
+        let rows =
+            (share / (m.cols() * input.tokens).max(1)).min(TASK_BYTES * m.rows() / m.bytes().len().max(1));
+        rows.next_multiple_of(ROWS).max(ROWS)
+    };
     let tasks_of = |m: &Matrix<'_>| m.rows().div_ceil(rows_per_task(m));
     let products = &*products;
     pool.run(products.iter().map(|p| tasks_of(&p.matrix)).sum(), &|mut task| {

@@ -21,8 +21,9 @@ use crate::rope::RopeTable;
 use crate::routes::Routes;
 use crate::weights::{Ffn, LayerFfn, Projections, Tensor, Weights};
 
-/// Experts of one kernel call; a fork-join serves them all.
-pub(crate) const CALL_EXPERTS: usize = 16;
+/// Experts of one kernel call; a fork-join serves them all. A layer's experts of a step of eight clients are one or two
+/// calls (EXP-ENGINE-05).
+pub(crate) const CALL_EXPERTS: usize = 32;
 /// (expert, token) pairs of one kernel call: bounds the memory of a prefill, whatever its length.
 const CALL_PAIRS: usize = 1024;
 /// Tokens that projections, attention and dense layers take at once: their planes are as long, however long the

@@ -37,15 +37,19 @@ const AHEAD: usize = 4096;
 /// in L2 while the tokens pass.
 const RUN_BYTES: usize = 256 << 10;
 
-/// What a kernel does to one block of rows.
+/// What a kernel gives each block's number and sums to.
+type Take<'a> = dyn FnMut(usize, &Sums) + 'a;
+
+/// What a kernel does to a run of blocks of rows.
 #[derive(Clone, Copy)]
 struct Job<'a> {
     /// In whose tiles the codes lie; without levels, also what they mean.
     uniform: Uniform,
     /// The levels that the codes name, if they are of a table.
     levels: Option<[i8; 16]>,
-    /// The tiles of the block, group after group.
+    /// The tiles of the blocks, block after block, in a block group after group.
     tiles: &'a [u8],
+    block_bytes: usize,
     x: TokenBlock<'a>,
 }
 
@@ -97,21 +101,21 @@ impl Kernels {
         }
         let one_pass = x.tokens() == self.tokens_at_once(x.tokens());
         let run = if one_pass { usize::MAX / ROWS } else { (RUN_BYTES / block_bytes).max(1) };
-        let mut sums: Sums = [[0.0; ROWS]; TOKENS];
         for start in rows.clone().step_by(run * ROWS) {
             let run = start..rows.end.min(start.saturating_add(run * ROWS));
+            let blocks = run.start / ROWS..run.end.div_ceil(ROWS);
+            let tiles = &matrix.bytes()[blocks.start * block_bytes..blocks.end * block_bytes];
             let mut token = 0;
             while token < x.tokens() {
                 let count = self.tokens_at_once((x.tokens() - token).min(TOKENS - token % TOKENS));
-                for row in run.clone().step_by(ROWS) {
-                    let at = row / ROWS * block_bytes;
-                    let tiles = &matrix.bytes()[at..at + block_bytes];
-                    self.coded_block(Job { uniform, levels, tiles, x: x.block(token) }, count, &mut sums);
+                let job = Job { uniform, levels, tiles, block_bytes, x: x.block(token) };
+                self.coded_blocks(job, count, &mut |block, sums| {
+                    let row = run.start + block * ROWS;
                     let width = ROWS.min(run.end - row);
                     for (t, sums) in sums[..count].iter().enumerate() {
                         out.store(token + t, row, &sums[..width]);
                     }
-                }
+                });
                 token += count;
             }
         }
@@ -132,23 +136,31 @@ impl Kernels {
         }
     }
 
-    /// One block of rows for `tokens` tokens, as many as [`Self::tokens_at_once`] gives.
+    /// All blocks of the job for `tokens` tokens, as many as [`Self::tokens_at_once`] gives.
+    fn coded_blocks(self, job: Job<'_>, tokens: usize, take: &mut Take<'_>) {
+        #[cfg(target_arch = "x86_64")]
+        if self.isa() == Isa::Avx512 {
+            // Fast enough that a call for each block would show.
+            // SAFETY: a `Kernels` of this set proves that the machine has its features.
+            return unsafe { avx512::blocks(job, tokens, take) };
+        }
+        let mut sums: Sums = [[0.0; ROWS]; TOKENS];
+        for (block, tiles) in job.tiles.chunks_exact(job.block_bytes).enumerate() {
+            self.coded_block(Job { tiles, ..job }, tokens, &mut sums);
+            take(block, &sums);
+        }
+    }
+
+    /// A job of one block, by sets that take no more at once.
     fn coded_block(self, job: Job<'_>, tokens: usize, out: &mut Sums) {
         match self.isa() {
-            Isa::Scalar => scalar::block(job, tokens, out),
             #[cfg(target_arch = "x86_64")]
             // SAFETY: a `Kernels` of this set proves that the machine has its features.
             Isa::Avx2 => unsafe { avx2::block(job, tokens, out) },
-            #[cfg(target_arch = "x86_64")]
-            // SAFETY: as above.
-            Isa::Avx512 => unsafe { avx512::block(job, tokens, out) },
             #[cfg(target_arch = "aarch64")]
             // SAFETY: as above.
             Isa::Neon => unsafe { neon::block(job, tokens, out) },
-            #[cfg(not(target_arch = "x86_64"))]
-            Isa::Avx2 | Isa::Avx512 => scalar::block(job, tokens, out),
-            #[cfg(not(target_arch = "aarch64"))]
-            Isa::Neon => scalar::block(job, tokens, out),
+            _ => scalar::block(job, tokens, out),
         }
     }
 }
