@@ -9,10 +9,12 @@ use smoe_engine::memory::MemoryFacts;
 use smoe_engine::{Control, Engine, EngineError, ExpertObserver, ExpertSeen};
 use smoe_sculpt::calibrate::{Collector, Document, Head, collect};
 use smoe_sculpt::{BackboneBits, Recipe, SculptError, Settings};
+use smoe_text::ModelText;
 
 use crate::args::{CalibrateArgs, MachineArgs};
+use crate::corpus::Corpus;
 use crate::failure::Failure;
-use crate::{corpus, interrupt, model, progress};
+use crate::{interrupt, model, progress};
 
 /// Tokens that are computed at once, and see each other.
 const LONGEST: usize = 2048;
@@ -99,7 +101,7 @@ fn run(args: &CalibrateArgs, vault: &Path, out: &Path) -> Result<(), Failure> {
     let mut engine = model::open_engine(&vault, &machine, model::text_bytes(&vault))?;
     let plan = engine.info().plan;
     let longest = LONGEST.min(plan.context).min(plan.chunk);
-    let documents = corpus::read(&args.text, &text, args.answers_only, longest, args.max_tokens)?;
+    let documents = read_text(args, &text, longest)?;
     drop(text);
     let head = Head::new(&fingerprint, engine.spec(), &documents);
     let mut passes_made = 0;
@@ -128,6 +130,36 @@ fn run(args: &CalibrateArgs, vault: &Path, out: &Path) -> Result<(), Failure> {
         );
     }
     Ok(())
+}
+
+/// The text, in documents of at most `longest` tokens.
+fn read_text(args: &CalibrateArgs, model: &ModelText, longest: usize) -> Result<Vec<Document>, Failure> {
+    let corpus = Corpus::open(&args.text, args.answers_only)?;
+    let mut left = args.max_tokens;
+    let mut documents = Vec::new();
+    for document in corpus.documents(model) {
+        let crate::corpus::Document { tokens, scored, .. } = document?;
+        // A token's inputs count if what follows it is scored.
+        let mut counted = scored;
+        counted.rotate_left(1);
+        if let Some(last) = counted.last_mut() {
+            *last = false;
+        }
+        for (tokens, counted) in tokens.chunks(longest).zip(counted.chunks(longest)) {
+            let n = tokens.len().min(left);
+            left -= n;
+            if n > 0 {
+                documents.push(Document { tokens: tokens[..n].to_vec(), counted: counted[..n].to_vec() });
+            }
+        }
+        if left == 0 {
+            break;
+        }
+    }
+    if documents.iter().all(|document| !document.counted.contains(&true)) {
+        return Err(corpus.nothing());
+    }
+    Ok(documents)
 }
 
 /// One pass over the text; layers after the last that is wanted are left out.

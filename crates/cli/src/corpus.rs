@@ -1,128 +1,146 @@
 //! Texts for a model to read: plain ones, and conversations.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde_json::Value;
-use smoe_sculpt::calibrate::Document;
-use smoe_text::{ModelText, TemplateInput, Tokenizer};
+use smoe_text::{ModelText, TemplateInput, TextError};
 
 use crate::failure::Failure;
 
-/// Reads a text as documents of at most `longest` tokens, `most` in all.
-///
-/// A file whose first line is a JSON object with `messages` is a conversation a line, rendered by the model's template;
-/// with `answers_only` only tokens count that predict one of an assistant's message. Any other file is plain text.
-pub fn read(
-    path: &Path,
-    text: &ModelText,
-    answers_only: bool,
-    longest: usize,
-    most: usize,
-) -> Result<Vec<Document>, Failure> {
-    let shown = path.display();
-    let content = std::fs::read_to_string(path).map_err(|e| Failure::new(format!("{shown}: {e}")))?;
-    let tokenizer = text.tokenizer.as_ref().ok_or_else(|| Failure::new("the model has no tokenizer.json"))?;
-    let lines = || content.lines().filter(|line| !line.trim().is_empty());
-    let is_chat = lines().next().and_then(|line| serde_json::from_str::<Value>(line).ok());
-    let is_chat = is_chat.is_some_and(|line| line["messages"].is_array());
-    if answers_only && !is_chat {
-        let what = "has no conversations: --answers-only wants lines of {\"messages\": [...]}";
-        return Err(Failure::new(format!("{shown} {what}")));
-    }
-    let mut documents = Vec::new();
-    let mut left = most;
-    let mut push = |document: Document| {
-        for (tokens, counted) in document.tokens.chunks(longest).zip(document.counted.chunks(longest)) {
-            let n = tokens.len().min(left);
-            left -= n;
-            if n > 0 {
-                documents.push(Document { tokens: tokens[..n].to_vec(), counted: counted[..n].to_vec() });
-            }
-        }
-        left > 0
-    };
-    if is_chat {
-        for (i, line) in lines().enumerate() {
-            let at = |what: String| Failure::new(format!("{shown}, line {}: {what}", i + 1));
-            let value: Value = serde_json::from_str(line).map_err(|e| at(e.to_string()))?;
-            let messages = value["messages"].as_array().ok_or_else(|| at("has no `messages`".to_owned()))?;
-            let document = conversation(text, tokenizer, messages, answers_only).map_err(at)?;
-            if !push(document) {
-                break;
-            }
-        }
-    } else {
-        // In pieces, for a tokeniser's memory is many times its text.
-        let mut rest = content.as_str();
-        while !rest.is_empty() {
-            let end = rest.char_indices().map(|(at, _)| at).find(|&at| at >= PIECE).unwrap_or(rest.len());
-            let cut = rest[..end].rfind('\n').map_or(end, |at| at + 1);
-            let tokens = tokenizer.encode(&rest[..cut])?;
-            rest = &rest[cut..];
-            let counted = vec![true; tokens.len()];
-            if !push(Document { tokens, counted }) {
-                break;
-            }
-        }
-    }
-    if documents.iter().all(|document| !document.counted.contains(&true)) {
-        return Err(Failure::new(format!("{shown} has nothing to read")));
-    }
-    Ok(documents)
-}
-
-/// Bytes of plain text that are tokenised at once.
+/// A template that tells the date tells this one, so that figures repeat.
+const TODAY: &str = "2025-01-01 00:00:00";
+/// Bytes of plain text that are tokenised at once: a tokeniser's memory is many times its text.
 const PIECE: usize = 1 << 20;
 
-fn conversation(
-    text: &ModelText,
-    tokenizer: &Tokenizer,
-    messages: &[Value],
+/// Tokens that belong together.
+#[derive(Debug, Default)]
+pub struct Document {
+    pub tokens: Vec<u32>,
+    /// Which of them a model is to predict; never the first of a text.
+    pub scored: Vec<bool>,
+    /// It goes on with the text of the one before.
+    pub goes_on: bool,
+}
+
+/// A file of texts.
+pub struct Corpus {
+    path: PathBuf,
+    text: String,
+    /// A conversation or a text a line, in JSON; else one plain text.
+    pub is_lines: bool,
     answers_only: bool,
-) -> Result<Document, String> {
-    let template = text.chat_template.as_ref().ok_or("the model has no chat template")?;
-    let render = |messages: &[Value], add_generation_prompt: bool| {
-        let input = TemplateInput {
-            messages: messages.to_vec().into(),
-            add_generation_prompt,
-            bos_token: text.bos_token.clone(),
-            eos_token: text.eos_token.clone(),
-            ..TemplateInput::default()
+}
+
+impl Corpus {
+    /// Opens a plain text, or JSON lines with `messages` or `text`: by the name (`.jsonl`, `.ndjson`), or by the first
+    /// line.
+    pub fn open(path: &Path, answers_only: bool) -> Result<Self, Failure> {
+        let failed = |what: String| Failure::new(format!("{}: {what}", path.display()));
+        let text = std::fs::read(path).map_err(|e| failed(format!("cannot read it: {e}")))?;
+        let text = String::from_utf8(text).map_err(|_| failed("it is not UTF-8 text".to_owned()))?;
+        let is_object = |line: &str| {
+            let line = serde_json::from_str::<Value>(line).unwrap_or_default();
+            line["messages"].is_array() || line["text"].is_string()
         };
-        template.render(&input).map_err(|e| e.to_string())
-    };
-    let encode = |text: &str| tokenizer.encode(text).map_err(|e| e.to_string());
-    let whole = render(messages, false)?;
-    if !answers_only {
-        let tokens = encode(&whole)?;
-        return Ok(Document { counted: vec![true; tokens.len()], tokens });
+        let is_lines = path.extension().is_some_and(|ending| ending == "jsonl" || ending == "ndjson")
+            || text.lines().find(|line| !line.trim().is_empty()).is_some_and(is_object);
+        if answers_only && !is_lines {
+            let what = "has no conversations, which are JSON lines of {\"messages\": [...]}";
+            return Err(Failure::Usage(format!("--answers-only: {} {what}", path.display())));
+        }
+        Ok(Self { path: path.to_owned(), text, is_lines, answers_only })
     }
-    // By turns what a person sees before an answer and the answer, each with tokens of its own, as when it is generated.
-    let mut document = Document::default();
-    let mut done = 0;
-    for (i, _) in messages.iter().enumerate().filter(|(_, message)| message["role"] == "assistant") {
-        let before = render(&messages[..i], true)?;
-        let after = render(&messages[..=i], false)?;
-        let fits = whole.starts_with(&after) && after.starts_with(&before) && before.len() >= done;
-        if !fits {
-            return Err(
-                "the model's template shows earlier turns otherwise once later ones follow: without \
-                        --answers-only all tokens count"
-                    .to_owned(),
-            );
-        }
-        document.tokens.extend(encode(&whole[done..before.len()])?);
-        document.counted.resize(document.tokens.len(), false);
-        // A position counts that predicts a token of the answer.
-        if let Some(last) = document.counted.last_mut() {
-            *last = true;
-        }
-        document.tokens.extend(encode(&whole[before.len()..after.len()])?);
-        document.counted.resize(document.tokens.len(), true);
-        if let Some(last) = document.counted.last_mut() {
-            *last = false;
-        }
-        done = after.len();
+
+    /// Its documents, tokenised one by one as they are asked for. With `answers_only` those tokens are scored that are of
+    /// an assistant's answer.
+    pub fn documents(&self, model: &ModelText) -> impl Iterator<Item = Result<Document, Failure>> {
+        let plain = if self.is_lines { "" } else { &self.text };
+        let lines = if self.is_lines { &*self.text } else { "" };
+        let lines = lines.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
+        let lines = lines.map(move |(number, line)| {
+            self.line(line, model).map_err(|what| self.failed(format!("line {}: {what}", number + 1)))
+        });
+        let pieces = pieces(plain).enumerate().map(move |(i, piece)| {
+            let tokenizer = model.tokenizer.as_ref().ok_or(TextError::Absent { what: "tokenizer" })?;
+            let goes_on = i > 0;
+            let tokens =
+                if goes_on { tokenizer.encode(piece)? } else { tokenizer.encode_with_special(piece)? };
+            let mut scored = vec![true; tokens.len()];
+            if let Some(first) = scored.first_mut() {
+                *first = goes_on;
+            }
+            Ok(Document { tokens, scored, goes_on })
+        });
+        lines.chain(pieces)
     }
-    Ok(document)
+
+    /// The error of a file in which no token is scored.
+    pub fn nothing(&self) -> Failure {
+        let what = if self.answers_only { "no answer in it" } else { "nothing to predict in it" };
+        self.failed(format!("there is {what}"))
+    }
+
+    fn failed(&self, what: String) -> Failure {
+        Failure::new(format!("{}: {what}", self.path.display()))
+    }
+
+    fn line(&self, line: &str, model: &ModelText) -> Result<Document, String> {
+        let (tokens, answer) = of_line(line, model)?;
+        let mut scored = if self.answers_only { answer } else { vec![true; tokens.len()] };
+        if let Some(first) = scored.first_mut() {
+            *first = false;
+        }
+        Ok(Document { tokens, scored, goes_on: false })
+    }
+}
+
+/// Cuts a text after ends of lines, where it has some.
+fn pieces(mut rest: &str) -> impl Iterator<Item = &str> {
+    std::iter::from_fn(move || {
+        let end = rest.ceil_char_boundary(PIECE);
+        let cut = if end == rest.len() { end } else { rest[..end].rfind('\n').map_or(end, |at| at + 1) };
+        let (piece, after) = rest.split_at(cut);
+        rest = after;
+        (!piece.is_empty()).then_some(piece)
+    })
+}
+
+/// A line's tokens, and which of them are answers.
+fn of_line(line: &str, model: &ModelText) -> Result<(Vec<u32>, Vec<bool>), String> {
+    let mut json: Value = serde_json::from_str(line).map_err(|e| e.to_string())?;
+    if let Some(text) = json["text"].as_str() {
+        let tokenizer = model.tokenizer.as_ref().ok_or("the vault has no tokenizer")?;
+        let tokens = tokenizer.encode_with_special(text).map_err(|e| e.to_string())?;
+        let answer = vec![false; tokens.len()];
+        return Ok((tokens, answer));
+    }
+    if !json["messages"].is_array() {
+        return Err("it has neither `messages` nor `text`".to_owned());
+    }
+    if json["strftime_now"].is_null() {
+        json["strftime_now"] = TODAY.into();
+    }
+    let mut input = TemplateInput::from_json(&json).map_err(|e| e.to_string())?;
+    input.bos_token = input.bos_token.or_else(|| model.bos_token.clone());
+    input.eos_token = input.eos_token.or_else(|| model.eos_token.clone());
+    let dialogue = model.dialogue(&input).map_err(|e| e.to_string())?;
+    Ok((dialogue.tokens, dialogue.answer))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_are_the_text_and_end_with_lines() {
+        let line = "ä".repeat(300) + "\n";
+        for text in [String::new(), "short".to_owned(), line.repeat(6000), "é".repeat(PIECE)] {
+            let cut: Vec<&str> = pieces(&text).collect();
+            assert_eq!(cut.concat(), text);
+            assert!(cut.iter().all(|piece| !piece.is_empty() && piece.len() <= PIECE + 1));
+            if text.contains('\n') {
+                assert!(cut.len() > 1 && cut.iter().all(|piece| piece.ends_with('\n')));
+            }
+        }
+    }
 }

@@ -15,9 +15,10 @@ use smoe_engine::{Engine, EngineError, Vault, plan_vault};
 use smoe_meter::fidelity::{Against, Estimate, Fidelity, Summary};
 
 use crate::args::{AutoNumber, EvalArgs, MachineArgs};
+use crate::corpus::Document;
 use crate::failure::Failure;
 use crate::{interrupt, model, progress};
-use documents::{Document, Documents, windows};
+use documents::{Documents, windows};
 use score::Scorer;
 
 /// Tokens of a window, unless others are asked for: figures of different machines can be compared.
@@ -140,7 +141,7 @@ fn run(
     let mut fidelity = Fidelity::default();
     let mut scorer = Scorer::new(engines, args.top_k, interrupt::fresh(), &bar);
     let mut complete = true;
-    'all: for (index, Document { tokens, scored }) in documents.list.iter().enumerate() {
+    'all: for (index, Document { tokens, scored, .. }) in documents.list.iter().enumerate() {
         if !documents.windows_are_documents {
             fidelity.begin();
         }

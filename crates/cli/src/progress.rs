@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use indicatif::{HumanBytes, MultiProgress, ProgressBar, ProgressStyle};
 
@@ -63,6 +63,9 @@ pub struct Bar {
 #[derive(Default)]
 struct State {
     phase: String,
+    /// When the phase began, and how long those before it lasted.
+    since: Option<Instant>,
+    lasted: Vec<(String, Duration)>,
     bar: Option<ProgressBar>,
 }
 
@@ -75,12 +78,39 @@ impl Bar {
             bar.finish_and_clear();
         }
     }
+
+    /// How fast the weights of a checkpoint of so many bytes were encoded, and how long all took; of a run that went on
+    /// from unfinished work nothing.
+    pub fn speed(&self, checkpoint_bytes: u64) -> Option<String> {
+        let mut state = self.state.lock().ok()?;
+        state.end_phase();
+        let resumed = state.lasted.iter().any(|(phase, _)| phase == "checking unfinished work");
+        let encoding = state.lasted.iter().find(|(phase, _)| phase == "encoding")?.1.as_secs_f64();
+        let all: Duration = state.lasted.iter().map(|(_, lasted)| *lasted).sum();
+        let megabytes = checkpoint_bytes as f64 / 1e6;
+        (!resumed).then(|| {
+            let rate = megabytes / encoding.max(1e-3);
+            let all = all.as_secs_f64();
+            format!("{megabytes:.0} MB of weights encoded in {encoding:.1} s ({rate:.0} MB/s), all done in {all:.1} s")
+        })
+    }
+}
+
+impl State {
+    fn end_phase(&mut self) {
+        if let Some(since) = self.since.take() {
+            let phase = std::mem::take(&mut self.phase);
+            self.lasted.push((phase, since.elapsed()));
+        }
+    }
 }
 
 impl smoe_sculpt::Progress for Bar {
     fn phase(&self, name: &str) {
         self.finish();
         if let Ok(mut state) = self.state.lock() {
+            state.end_phase();
+            state.since = Some(Instant::now());
             name.clone_into(&mut state.phase);
         }
     }

@@ -71,9 +71,12 @@ pub fn sculpt(args: &SculptArgs) -> Result<(), Failure> {
         bar.finish();
         match outcome.map_err(failure)? {
             Outcome::Created => {
-                eprintln!("made {}", vault.display());
+                let checkpoint = Checkpoint::open(&args.checkpoint)?;
+                let speed =
+                    bar.speed(checkpoint.bytes()).map_or_else(String::new, |speed| format!(": {speed}"));
+                eprintln!("made {}{speed}", vault.display());
                 // Whose codes these are, and what they lost, is not to be guessed.
-                measure |= Checkpoint::open(&args.checkpoint)?.is_coded();
+                measure |= checkpoint.is_coded();
             }
             Outcome::AlreadyComplete => {
                 eprintln!(

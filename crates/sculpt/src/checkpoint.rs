@@ -121,8 +121,18 @@ impl Checkpoint {
         Ok(checkpoint)
     }
 
+    /// Opens a dense GGUF file of llama's architecture as if its config were that of `n_experts` experts a layer, of
+    /// which all are used; its tensors are those that it has.
+    pub(crate) fn open_dense(path: &Path, n_experts: usize) -> Result<Self, SculptError> {
+        Self::of_gguf(path, gguf::open(path, Some(n_experts), &OnDisk)?)
+    }
+
     fn open_gguf(path: &Path, files: &dyn WeightFiles) -> Result<Self, SculptError> {
-        let gguf::Opened { shards, config, tensors, spans, metadata, warnings } = gguf::open(path, files)?;
+        Self::of_gguf(path, gguf::open(path, None, files)?)
+    }
+
+    fn of_gguf(path: &Path, opened: gguf::Opened) -> Result<Self, SculptError> {
+        let gguf::Opened { shards, config, tensors, spans, metadata, warnings } = opened;
         let dir = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
         Ok(Self {
             dir: dir.to_owned(),

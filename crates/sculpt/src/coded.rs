@@ -20,7 +20,7 @@ const STEP_UNIT: f32 = 1.0 / 4096.0;
 /// The steps that are tried, in those units: above 4 bits, where all codes are clamped, to less than one.
 const STEPS: std::ops::Range<u32> = 512..16384;
 /// The code next to zero: what stands where there is no weight, since it is among the cheapest.
-const FILL: u8 = 7;
+pub(crate) const FILL: u8 = 7;
 /// Lanes of a sum, so that it is the same everywhere and compilers make vectors of it.
 const LANES: usize = 8;
 
@@ -70,37 +70,63 @@ fn own_largest(group: &[f32], per_step: f32) -> Option<f32> {
 pub(crate) fn encode_uniform(uniform: Uniform, weights: &[f32], cols: usize, step: f32, out: &mut [u8]) {
     let (group, tile_bytes) = (uniform.group(), uniform.tile_bytes());
     let mut codes = vec![FILL; uniform.groups(cols) * group];
-    let mut own = vec![None; uniform.groups(cols)];
     out.fill(0);
     for (rows, block) in weights.chunks(ROWS * cols).zip(out.chunks_exact_mut(uniform.block_bytes(cols))) {
         for row in 0..ROWS {
             let weights = rows.get(row * cols..(row + 1) * cols).unwrap_or_default();
-            let scale = if weights.is_empty() {
-                codes.fill(FILL);
-                0
-            } else {
-                let per_step = per_step(magnitude(weights), step);
-                let (mut product, mut power) = (0.0, 0.0);
-                let mut own = own.iter_mut();
-                for (weights, codes) in weights.chunks(group).zip(codes.chunks_exact_mut(group)) {
-                    let largest = own_largest(weights, per_step);
-                    let steps = largest.map_or(per_step, |largest| 7.5 / largest);
-                    codes.iter_mut().zip(weights).for_each(|(c, &w)| *c = code(w, steps));
-                    if largest.is_none() {
-                        let fit = Fit::new(weights, codes);
-                        (product, power) = (product + fit.product, power + fit.power);
-                    }
-                    if let Some(own) = own.next() {
-                        // Not fitted: to many small weights the large one is not worth what it is to the model.
-                        *own = largest.map(f32_to_f16);
-                    }
-                }
-                Fit { product, power }.scale()
-            };
+            let of_row = RowStep::coded(weights, group, step, &mut codes);
             let tiles = block.chunks_exact_mut(tile_bytes).zip(codes.chunks_exact(group));
-            for ((tile, codes), own) in tiles.zip(&own) {
-                uniform.write_row(tile, row, codes, own.filter(|_| !weights.is_empty()).unwrap_or(scale), 0);
+            for (g, (tile, codes)) in tiles.enumerate() {
+                let weights = weights.get(g * group..).unwrap_or_default();
+                let (half, _) = of_row.of_group(&weights[..group.min(weights.len())]);
+                uniform.write_row(tile, row, codes, half, 0);
             }
+        }
+    }
+}
+
+/// The grid of a row.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RowStep {
+    /// Cells a unit of weight.
+    per_step: f32,
+    /// The scale under which codes are nearest to the weights of their cells.
+    half: u16,
+}
+
+impl RowStep {
+    /// Of a row whose cells are `step` of its mean magnitudes wide.
+    pub fn of(uniform: Uniform, weights: &[f32], step: f32) -> Self {
+        let group = uniform.group();
+        Self::coded(weights, group, step, &mut vec![FILL; weights.len().next_multiple_of(group)])
+    }
+
+    /// The same, with the row's codes; what stands where there is no weight is [`FILL`].
+    fn coded(weights: &[f32], group: usize, step: f32, codes: &mut [u8]) -> Self {
+        codes.fill(FILL);
+        if weights.is_empty() {
+            return Self { per_step: 0.0, half: 0 };
+        }
+        let mut of_row = Self { per_step: per_step(magnitude(weights), step), half: 0 };
+        let (mut product, mut power) = (0.0, 0.0);
+        for (weights, codes) in weights.chunks(group).zip(codes.chunks_exact_mut(group)) {
+            let (_, steps) = of_row.of_group(weights);
+            codes.iter_mut().zip(weights).for_each(|(c, &w)| *c = code(w, steps));
+            if own_largest(weights, of_row.per_step).is_none() {
+                let fit = Fit::new(weights, codes);
+                (product, power) = (product + fit.product, power + fit.power);
+            }
+        }
+        of_row.half = Fit { product, power }.scale();
+        of_row
+    }
+
+    /// The scale of a group with these weights, and its cells a unit of weight.
+    pub fn of_group(self, weights: &[f32]) -> (u16, f32) {
+        match own_largest(weights, self.per_step) {
+            // Not fitted: to many small weights the large one is not worth what it is to the model.
+            Some(largest) => (f32_to_f16(largest), 7.5 / largest),
+            None => (self.half, self.per_step),
         }
     }
 }
@@ -131,53 +157,72 @@ pub(crate) fn row_encoding(most: usize, cols: usize) -> Option<Uniform> {
     Uniform::new(4, whole.unwrap_or(most), Zero::Symmetric)
 }
 
-/// The smallest step with which the experts take at most `bpw` bits a weight on disk, scales and tables counted,
-/// padding not; found on a sample of them.
-pub(crate) fn find_step(
-    checkpoint: &Checkpoint,
-    experts: &[(ExpertKey, [Source; 3])],
-    layers: &[LayerTable],
-    bpw: f64,
-) -> Result<f32, SculptError> {
-    let all = 3 * experts.len();
-    let (tensors, most) = (SAMPLE.0.min(all), SAMPLE.1);
-    let (mut raw, mut values) = (Vec::new(), Vec::new());
-    // Rows in mean magnitudes, tensor by tensor; how many times as many weights each tensor has.
-    let mut sample: Vec<(Vec<f32>, Source)> = Vec::with_capacity(tensors);
-    for i in 0..tensors {
-        let tensor = i * all / tensors;
-        let source = experts[tensor / 3].1[tensor % 3];
-        let rows = (most / source.cols.max(1)).clamp(1, source.rows);
-        checkpoint.read_rows(&source, 0..rows, &mut raw, &mut values)?;
-        for row in values.chunks_exact_mut(source.cols) {
-            let per_step = per_step(magnitude(row), 1.0);
-            row.iter_mut().for_each(|w| *w *= per_step);
+/// Rows of some tensors, in mean magnitudes, by which bits are told beforehand.
+pub(crate) struct Sample {
+    /// Tensor by tensor: rows, where they are from, the group of their codes.
+    tensors: Vec<(Vec<f32>, Source, usize)>,
+}
+
+impl Sample {
+    pub fn new(
+        checkpoint: &Checkpoint,
+        experts: &[(ExpertKey, [Source; 3])],
+        layers: &[LayerTable],
+    ) -> Result<Self, SculptError> {
+        let all = 3 * experts.len();
+        let (count, most) = (SAMPLE.0.min(all), SAMPLE.1);
+        let group_of = |cols: usize| {
+            let mut entries = layers.iter().flat_map(|layer| &layer.tensors).filter(|t| t.cols == cols);
+            let group = entries.find_map(|t| match t.encoding {
+                Encoding::Uniform(uniform) => Some(uniform.group()),
+                _ => None,
+            });
+            group.unwrap_or(128)
+        };
+        let (mut raw, mut values) = (Vec::new(), Vec::new());
+        let mut tensors = Vec::with_capacity(count);
+        for i in 0..count {
+            let tensor = i * all / count;
+            let source = experts[tensor / 3].1[tensor % 3];
+            let rows = (most / source.cols.max(1)).clamp(1, source.rows);
+            checkpoint.read_rows(&source, 0..rows, &mut raw, &mut values)?;
+            for row in values.chunks_exact_mut(source.cols) {
+                let per_step = per_step(magnitude(row), 1.0);
+                row.iter_mut().for_each(|w| *w *= per_step);
+            }
+            tensors.push((values.clone(), source, group_of(source.cols)));
         }
-        sample.push((values.clone(), source));
+        Ok(Self { tensors })
     }
-    let group_of = |cols: usize| {
-        let mut entries = layers.iter().flat_map(|layer| &layer.tensors).filter(|t| t.cols == cols);
-        let group = entries.find_map(|t| match t.encoding {
-            Encoding::Uniform(uniform) => Some(uniform.group()),
-            _ => None,
-        });
-        group.unwrap_or(128)
-    };
-    let bits = |step: f32| {
+
+    /// The smallest step with which the experts take at most `bpw` bits a weight on disk, scales and tables counted,
+    /// padding not, if nothing is fed back.
+    pub fn step(&self, bpw: f64) -> f32 {
+        // Bits fall as the step grows.
+        let (mut low, mut high) = (STEPS.start, STEPS.end);
+        while low < high {
+            let middle = low.midpoint(high);
+            if self.bits(middle as f32 * STEP_UNIT) <= bpw { high = middle } else { low = middle + 1 }
+        }
+        low as f32 * STEP_UNIT
+    }
+
+    fn bits(&self, step: f32) -> f64 {
         let (mut bits, mut weights) = (0.0, 0.0);
-        for (values, source) in &sample {
+        for (values, source, group) in &self.tensors {
             let mut counts = [0u64; SYMBOLS];
-            let (group, mut own) = (group_of(source.cols), 0u32);
-            for weights in values.chunks_exact(source.cols).flat_map(|row| row.chunks(group)) {
+            let mut own = 0u32;
+            for weights in values.chunks_exact(source.cols).flat_map(|row| row.chunks(*group)) {
                 let largest = own_largest(weights, 1.0 / step).inspect(|_| own += 1);
                 let per_step = largest.map_or(1.0 / step, |largest| 7.5 / largest);
                 weights.iter().for_each(|&w| counts[usize::from(code(w, per_step))] += 1);
             }
             let n = (source.rows * source.cols) as f64;
+            // How many times as many weights the tensor has.
             let times = n / values.len().max(1) as f64;
             let mut counts = counts.map(|count| (count as f64 * times).ceil() as u64);
             let rows = source.rows.next_multiple_of(ROWS);
-            let groups = source.cols.div_ceil(group);
+            let groups = source.cols.div_ceil(*group);
             let filled = (rows * groups * group) as f64 - n;
             counts[usize::from(FILL)] += filled as u64;
             // A scale a row and six bytes an exception, or all scales.
@@ -187,14 +232,7 @@ pub(crate) fn find_step(
             weights += n;
         }
         bits / f64::max(weights, 1.0)
-    };
-    // Bits fall as the step grows.
-    let (mut low, mut high) = (STEPS.start, STEPS.end);
-    while low < high {
-        let middle = low.midpoint(high);
-        if bits(middle as f32 * STEP_UNIT) <= bpw { high = middle } else { low = middle + 1 }
     }
-    Ok(low as f32 * STEP_UNIT)
 }
 
 /// Codes a record, and decodes it again: what is written is proven to be what was meant.

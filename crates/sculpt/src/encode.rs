@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use smoe_format::half::f32_to_f16;
-use smoe_format::{Encoding, ExpertKey, LayerTable, RECORD_ALIGN, record_crc_start};
+use smoe_format::{Encoding, ExpertKey, LayerTable, RECORD_ALIGN, entropy, record_crc_start};
 use smoe_kernels::Kernels;
 
 use crate::calibrate::Statistics;
@@ -168,7 +168,7 @@ fn for_each_run(
     let table = plan.experts.table(key.layer).expect("every record's layer has a table");
     let mut fed = match &plan.statistics {
         Some(statistics) if may_feed_back(tensors, table) => {
-            encode_expert(checkpoint, statistics, *key, tensors, table, scratch)?.into_iter()
+            encode_expert(checkpoint, statistics, plan.step, (*key, tensors), table, scratch)?.into_iter()
         }
         _ => Vec::new().into_iter(),
     };
@@ -263,12 +263,13 @@ pub(crate) fn write_item(
     Ok(writer.crc)
 }
 
-/// Codes gate, up and down of an expert with error feedback: what each lost, and its tiles.
+/// Codes gate, up and down of an expert with error feedback, with `step` in the cells of one step a row: what each lost,
+/// and its tiles.
 pub(crate) fn encode_expert(
     checkpoint: &Checkpoint,
     statistics: &Statistics,
-    key: ExpertKey,
-    tensors: &[Source; 3],
+    step: Option<f32>,
+    (key, tensors): (ExpertKey, &[Source; 3]),
     table: &LayerTable,
     scratch: &mut Scratch,
 ) -> Result<Vec<(Loss, Vec<u8>)>, SculptError> {
@@ -283,7 +284,8 @@ pub(crate) fn encode_expert(
             None => {
                 let feedback = factors[usize::from(i == 2)].as_ref().expect("kept until down is done");
                 let values = &scratch.values;
-                encode_with_feedback(scratch.kernels, entry.encoding, feedback, values, entry.cols, &mut out);
+                let (kernels, encoding) = (scratch.kernels, entry.encoding);
+                encode_with_feedback(kernels, encoding, step, feedback, values, entry.cols, &mut out);
                 Loss::Some
             }
         };
@@ -293,6 +295,62 @@ pub(crate) fn encode_expert(
         all.push((loss, out));
     }
     Ok(all)
+}
+
+/// Experts that are coded to find the step of codes that are fed back, and how often.
+const TRIED: (usize, usize) = (6, 2);
+
+/// The smallest step with which the experts take at most `bpw` bits a weight on disk, scales and tables counted, padding
+/// not; found on a sample of them.
+pub(crate) fn find_step(
+    checkpoint: &Checkpoint,
+    experts: &[(ExpertKey, [Source; 3])],
+    layers: &[LayerTable],
+    bpw: f64,
+    statistics: Option<&Statistics>,
+) -> Result<f32, SculptError> {
+    let sample = coded::Sample::new(checkpoint, experts, layers)?;
+    let Some(statistics) = statistics else { return Ok(sample.step(bpw)) };
+    // Errors that are fed back widen what is coded, about as much at any step.
+    let mut wanted = bpw;
+    for _ in 0..TRIED.1 {
+        let Some(found) = fed_bits(checkpoint, experts, layers, sample.step(wanted), statistics)? else {
+            break;
+        };
+        wanted += bpw - found;
+    }
+    Ok(sample.step(wanted))
+}
+
+/// Bits a weight of some experts as they are written, padding not counted; none if none of those is fed back.
+fn fed_bits(
+    checkpoint: &Checkpoint,
+    experts: &[(ExpertKey, [Source; 3])],
+    layers: &[LayerTable],
+    step: f32,
+    statistics: &Statistics,
+) -> Result<Option<f64>, SculptError> {
+    let mut scratch = Scratch::default();
+    let (mut bits, mut weights) = (0.0, 0.0);
+    let tried = TRIED.0.min(experts.len());
+    for i in 0..tried {
+        let (key, tensors) = &experts[(2 * i + 1) * experts.len() / (2 * tried)];
+        let table = layers.iter().find(|table| table.layer == key.layer).expect("experts are of layers");
+        if !may_feed_back(tensors, table) {
+            continue;
+        }
+        let fed = encode_expert(checkpoint, statistics, Some(step), (*key, tensors), table, &mut scratch)?;
+        let RecordScratch { tiles, coded, .. } = &mut scratch.record;
+        tiles.clear();
+        tiles.resize(table.record_len, 0);
+        for ((_, bytes), entry) in fed.iter().zip(&table.tensors) {
+            tiles[entry.offset..][..entry.len].copy_from_slice(bytes);
+            weights += (entry.rows * entry.cols) as f64;
+        }
+        entropy::encode_record(tiles, table, coded);
+        bits += 8.0 * coded.len() as f64;
+    }
+    Ok((weights > 0.0).then(|| bits / weights))
 }
 
 /// True if error feedback is for this expert: all its tensors are coded anew.

@@ -22,8 +22,8 @@ use smoe_format::{
 
 use crate::calibrate::Statistics;
 use crate::checkpoint::Checkpoint;
-use crate::coded;
-use crate::encode::{Loss, Scratch, encode_expert, encode_expert_rows, may_feed_back};
+
+use crate::encode::{Loss, Scratch, encode_expert, encode_expert_rows, find_step, may_feed_back};
 use crate::error::SculptError;
 use crate::plan::{Sources, kind_name, row_offset, runs};
 use crate::progress::Progress;
@@ -121,6 +121,7 @@ pub fn compare_codes(
 ) -> Result<Vec<CodeCounts>, SculptError> {
     let pair = Pair::open(checkpoint, vault, stop)?;
     let statistics = pair.statistics(calibration, vault)?;
+    let step = pair.step(statistics.as_ref())?;
     let counts = pair.walk(threads, progress, stop, |piece, buffers| {
         let Buffers { scratch, stored, .. } = buffers;
         let fed = statistics.as_ref().zip(pair.expert(piece));
@@ -130,7 +131,7 @@ pub fn compare_codes(
             && may_feed_back(sources, table)
             && let Some(tiles) = piece.encoding.tiles()
         {
-            let fed = encode_expert(&pair.checkpoint, statistics, *key, sources, table, scratch)?;
+            let fed = encode_expert(&pair.checkpoint, statistics, step, (*key, sources), table, scratch)?;
             let (entry, (_, out)) = table
                 .tensors
                 .iter()
@@ -145,7 +146,7 @@ pub fn compare_codes(
             ));
         }
         // A weight that cannot be coded has no code to compare: every code of the run then differs.
-        let step = if let Place::Expert { .. } = piece.place { pair.step } else { None };
+        let step = if let Place::Expert { .. } = piece.place { step } else { None };
         let rows = piece.rows.clone();
         let loss = encode_expert_rows(
             &pair.checkpoint,
@@ -310,8 +311,6 @@ struct Pair {
     /// Of each record.
     sources: Vec<(ExpertKey, [Source; 3])>,
     pieces: Vec<Piece>,
-    /// Of the experts' codes, if they are those of one step a row.
-    step: Option<f32>,
 }
 
 impl Pair {
@@ -347,14 +346,6 @@ impl Pair {
             });
         }
         let pieces = pieces(&sources, &experts, &backbone, name_of, &backbone_path)?;
-        let bpw = experts.manifest().and_then(|manifest| Settings::coded_bpw_of(&manifest.source.settings));
-        let step = match bpw.filter(|_| experts.coded) {
-            Some(bpw) => {
-                let bpw = f64::from(bpw) / 100.0;
-                Some(coded::find_step(&checkpoint, &sources.experts, &experts.layers, bpw)?)
-            }
-            None => None,
-        };
         let made = experts.manifest().map(|manifest| manifest.source.settings.clone());
         let recipe = Recipe::of(experts.manifest().map(|manifest| manifest.source.settings.as_str()));
         Ok(Self {
@@ -366,8 +357,18 @@ impl Pair {
             experts: (experts, experts_file, experts_path),
             backbone: (backbone_file, backbone_path),
             pieces,
-            step,
         })
+    }
+
+    /// The step of the experts' codes, if they are those of one step a row.
+    fn step(&self, statistics: Option<&Statistics>) -> Result<Option<f32>, SculptError> {
+        let experts = &self.experts.0;
+        let bpw = self.made.as_deref().and_then(Settings::coded_bpw_of).filter(|_| experts.coded);
+        let find = |bpw| {
+            let bpw = f64::from(bpw) / 100.0;
+            find_step(&self.checkpoint, &self.sources, &experts.layers, bpw, statistics)
+        };
+        bpw.map(find).transpose()
     }
 
     /// The statistics with which the vault was made, if it was made with any.
@@ -378,7 +379,7 @@ impl Pair {
         let refuse = |what: &str| SculptError::Incomparable { path: vault.to_owned(), what: what.to_owned() };
         let dir = dir.ok_or_else(|| refuse("it was made with statistics: name them with --calibration"))?;
         let statistics = Statistics::open(dir)?;
-        if made.1 != statistics.name() {
+        if made.1.split(' ').next() != Some(&*statistics.name()) {
             return Err(refuse("it was made with other statistics"));
         }
         statistics.require(&self.checkpoint.fingerprint()?, &self.spec)?;

@@ -19,7 +19,7 @@ use crate::calibrate::Statistics;
 use crate::checkpoint::{Checkpoint, SideFile};
 use crate::coded;
 use crate::config::{family_of, spec_from_config};
-use crate::encode::{Scratch, encode_rows};
+use crate::encode::{Scratch, encode_rows, find_step};
 use crate::error::{SculptError, Warning};
 use crate::family::{Family, Place};
 use crate::quantise::fit_table;
@@ -585,7 +585,7 @@ impl Plan {
             Some(bpw) => {
                 experts.set_coded(&estimated_lengths(&experts, bpw));
                 let bpw = f64::from(bpw) / 100.0;
-                Some(coded::find_step(checkpoint, &sources.experts, &experts.layers, bpw)?)
+                Some(find_step(checkpoint, &sources.experts, &experts.layers, bpw, statistics.as_ref())?)
             }
             None => None,
         };

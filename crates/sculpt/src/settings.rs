@@ -325,10 +325,6 @@ impl Settings {
                 return Err(wrong("decides the codes, so that there are none to keep"));
             }
         }
-        if self.entropy && self.calibration.is_some() {
-            let (found, expected) = ("given".to_owned(), "must not be given with --entropy".to_owned());
-            return Err(SculptError::Setting { flag: "--calibration", found, expected });
-        }
         if self.lossless && self.bpw.is_some() {
             let (found, expected) = ("given".to_owned(), "must not be given with --lossless".to_owned());
             return Err(SculptError::Setting { flag: "--bpw", found, expected });

@@ -11,11 +11,13 @@
 //! | file | what |
 //! | --- | --- |
 //! | `synth/shape.rs` | shapes of published models |
+//! | `synth/mixture.rs` | apart: a mixture of experts out of a dense model, with its trained weights |
 //! | `synth/routing.rs` | from wanted statistics to the embedding's mixture |
 //! | `synth/stream.rs` | tokens to measure with |
 //! | `synth/text.rs` | another model's tokenizer and templates |
 //! | `synth/random.rs` | random numbers and tensors |
 
+mod mixture;
 mod random;
 mod routing;
 mod shape;
@@ -34,6 +36,7 @@ use smoe_format::{
     BackboneTensor, Encoding, ExpertFile, LayerTable, ModelSpec, Projection, file_name, record_crc_start,
 };
 
+pub use self::mixture::mixture_of_dense;
 use self::random::{Random, constant, stream_of};
 pub use self::routing::RoutingStats;
 use self::routing::{Mixture, Router, TOKENS};

@@ -51,16 +51,22 @@ fn calibrated_vaults_are_whole_and_the_same_for_any_number_of_threads() {
     Tiny::qwen3(Type::Bf16, 51).write(&at("checkpoint"), 0);
     run(&at("checkpoint"), &at("plain"), &settings(4, BackboneBits::Bf16)).unwrap();
     statistics(&at("plain"), &at("stats"), 5);
-    for (bits, levels) in
-        [(2, Levels::Fitted), (3, Levels::Uniform), (4, Levels::Fitted), (8, Levels::Uniform)]
-    {
-        let calibrated = |threads| Settings {
-            recipe: Recipe::Searched,
-            levels,
-            calibration: Some(at("stats")),
-            threads: Some(threads),
-            ..settings(bits, BackboneBits::Q8)
-        };
+    let with = |bits, levels| Settings {
+        recipe: Recipe::Searched,
+        levels,
+        calibration: Some(at("stats")),
+        ..settings(bits, BackboneBits::Q8)
+    };
+    let coded = |coded_bpw| Settings { entropy: true, coded_bpw, group: 32, ..with(4, Levels::Uniform) };
+    for (bits, kind) in [
+        ("2", with(2, Levels::Fitted)),
+        ("3", with(3, Levels::Uniform)),
+        ("4", with(4, Levels::Fitted)),
+        ("8", with(8, Levels::Uniform)),
+        ("entropy-coded", coded(None)),
+        ("entropy-coded-3", coded(Some(300))),
+    ] {
+        let calibrated = |threads| Settings { threads: Some(threads), ..kind.clone() };
         let [one, three] = [1, 3].map(|threads| {
             let vault = at(&format!("{bits}-{threads}"));
             run(&at("checkpoint"), &vault, &calibrated(threads)).unwrap();

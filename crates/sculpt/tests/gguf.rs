@@ -15,6 +15,7 @@ use common::{Random, Tensor, Tiny, Type, Vault, Watch, files, run, settings, sha
 use gguf::{Gguf, KINDS, Meta, blocks, of_checkpoint};
 use serde_json::{Value, json};
 use smoe_format::{BackboneTensor, Encoding, Projection, Table, Uniform, Zero};
+use smoe_sculpt::synth::mixture_of_dense;
 use smoe_sculpt::{
     BackboneBits, Checkpoint, Outcome, Recipe, SculptError, Settings, measure_error, sculpt, verify,
 };
@@ -404,6 +405,92 @@ fn models_without_experts_are_refused_plainly() {
     file.write(&path);
     let error = Checkpoint::open(&path).unwrap_err().to_string();
     assert!(error.contains("dbrx") && error.contains("qwen3moe"), "{error}");
+}
+
+/// A dense model of llama's architecture.
+fn dense(d: usize, ff: usize) -> Gguf {
+    let mut file = Gguf::default();
+    file.set("general.architecture", Meta::str("llama"));
+    for (key, n) in [
+        ("block_count", 2),
+        ("context_length", 64),
+        ("embedding_length", d),
+        ("feed_forward_length", ff),
+        ("attention.head_count", 2),
+        ("attention.head_count_kv", 1),
+    ] {
+        file.set(&format!("llama.{key}"), Meta::U32(n as u32));
+    }
+    file.set("llama.attention.layer_norm_rms_epsilon", Meta::F32(1e-5));
+    let mut random = Random(77);
+    let mut put = |name: String, shape: &[usize]| {
+        let values: Vec<f32> = (0..shape.iter().product()).map(|_| random.weight()).collect();
+        let bytes = Tensor::new(Type::Bf16, shape, &values).bytes;
+        file.tensors.push((name, shape.to_vec(), 30, bytes));
+    };
+    put("token_embd.weight".into(), &[40, d]);
+    put("output_norm.weight".into(), &[d]);
+    for layer in 0..2 {
+        for (part, shape) in [
+            ("attn_norm", &[d][..]),
+            ("ffn_norm", &[d]),
+            ("attn_q", &[d, d]),
+            ("attn_k", &[d / 2, d]),
+            ("attn_v", &[d / 2, d]),
+            ("attn_output", &[d, d]),
+            ("ffn_gate", &[ff, d]),
+            ("ffn_up", &[ff, d]),
+            ("ffn_down", &[d, ff]),
+        ] {
+            put(format!("blk.{layer}.{part}.weight"), shape);
+        }
+    }
+    file
+}
+
+/// Gate and up by rows, down by columns and times the number of experts, whose weights are equal.
+#[test]
+fn a_dense_model_is_cut_into_experts_that_are_its_function() {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, out) = (dir.path().join("m.gguf"), dir.path().join("out"));
+    let (d, ff, n) = (32, 64, 4);
+    let file = dense(d, ff);
+    file.write(&path);
+    mixture_of_dense(&path, n, &out).unwrap();
+    let (config, tensors) = load(&out);
+    assert_eq!((&config["num_local_experts"], &config["num_experts_per_tok"]), (&json!(n), &json!(n)));
+    assert_eq!(config["intermediate_size"], ff / n);
+    let whole = |name: &str| {
+        let (_, shape, _, bytes) = file.tensors.iter().find(|t| t.0 == name).unwrap();
+        Tensor { dtype: "BF16".to_owned(), shape: shape.clone(), bytes: bytes.clone() }.values()
+    };
+    let e = ff / n;
+    for layer in 0..2 {
+        let moe = format!("model.layers.{layer}.block_sparse_moe");
+        assert!(tensors[&format!("{moe}.gate.weight")].values().iter().all(|&w| w == 0.0));
+        for expert in 0..n {
+            let of = |w: &str| tensors[&format!("{moe}.experts.{expert}.{w}.weight")].values();
+            for (w, part) in [("w1", "ffn_gate"), ("w3", "ffn_up")] {
+                let rows = &whole(&format!("blk.{layer}.{part}.weight"))[expert * e * d..][..e * d];
+                assert_eq!(of(w), rows, "{layer} {expert} {w}");
+            }
+            let down = whole(&format!("blk.{layer}.ffn_down.weight"));
+            for (r, row) in of("w2").chunks_exact(e).enumerate() {
+                for (c, &w) in row.iter().enumerate() {
+                    assert_eq!(w, n as f32 * down[r * ff + expert * e + c]);
+                }
+            }
+        }
+        let v = tensors[&format!("model.layers.{layer}.self_attn.v_proj.weight")].values();
+        assert_eq!(v, whole(&format!("blk.{layer}.attn_v.weight")));
+    }
+    run(&out, &dir.path().join("vault"), &settings(4, BackboneBits::Q8)).unwrap();
+
+    for n in [3, 128] {
+        assert!(matches!(mixture_of_dense(&path, n, &out), Err(SculptError::Metadata { .. })), "{n}");
+    }
+    small().write(&path);
+    assert!(matches!(mixture_of_dense(&path, 4, &out), Err(SculptError::Metadata { .. })));
 }
 
 #[test]

@@ -1,28 +1,31 @@
-//! `cargo xtask fidelity`: what each bit width does to a model's answers (EXP-FIDELITY-01).
+//! `cargo xtask fidelity`: what each bit width does to a model's answers (EXP-FIDELITY-01), and with `--gguf` what it does
+//! to a larger model with trained weights (EXP-FIDELITY-02).
 //!
-//! Every recipe is sculpted and computes the same dialogues as the 16-bit vault beside it, one dialogue at a
-//! time, so that only one dialogue's reference is ever held. Scored are the positions that predict a token of an
-//! answer; text that every dialogue repeats would flatter the figures.
+//! Every recipe is sculpted and computes the same texts as the 16-bit vault beside it, one text at a time, so that only
+//! one text's reference is ever held. Of dialogues those positions are scored that predict a token of an answer; text
+//! that every dialogue repeats would flatter the figures.
 
 mod calibration;
+mod dense;
 mod report;
 mod score;
+mod texts;
+mod validity;
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
-use serde_json::Value;
 use smoe_engine::plan::PlanRequest;
 use smoe_engine::{Engine, EngineOptions, KvType, Vault};
 use smoe_sculpt::{BackboneBits, Levels, Settings, sculpt};
 use smoe_testkit::shared_path;
-use smoe_text::{Dialogue, ModelText, TemplateInput};
 use tempfile::TempDir;
 
 use crate::{Result, workspace};
 use report::Report;
 use score::{Logits, Reference, Scores};
+use texts::Texts;
 
 /// `cargo xtask fidelity`.
 #[derive(Debug, clap::Args)]
@@ -30,7 +33,14 @@ pub struct Args {
     /// The checkpoint, with heldout.jsonl beside its weights [default: the shared demo-model]
     #[arg(long, value_name = "DIR")]
     checkpoint: Option<PathBuf>,
-    /// Only the first N dialogues; the table is then printed and not written, unless --out is given
+    /// Instead, a dense model's GGUF file cut into experts that every token visits: the second table
+    #[arg(long, value_name = "FILE", conflicts_with = "checkpoint")]
+    gguf: Option<PathBuf>,
+    /// With --gguf, plain text; its beginning calibrates, its end judges [default: the Rust book of the toolchain]
+    #[arg(long, value_name = "FILE", requires = "gguf")]
+    text: Option<PathBuf>,
+    /// Only the first N dialogues, or with --gguf N windows that judge; the table is then printed and not written,
+    /// unless --out is given
     #[arg(long, value_name = "N")]
     dialogues: Option<usize>,
     /// Where the table goes [default: docs/experiments/fidelity.md]
@@ -80,8 +90,8 @@ impl Coding {
 /// Where the statistics are.
 const STATS: &str = "stats";
 
-/// Hundredths of a bit of the entropy-coded recipes: between the widths, and near them.
-const CODED_BPW: [u16; 6] = [380, 360, 340, 325, 260, 230];
+/// Hundredths of a bit of the entropy-coded recipes: near the widths, and between them.
+const CODED_BPW: [u16; 7] = [380, 340, 325, 290, 260, 230, 200];
 
 /// The widths, finest first; 16 is the reference.
 const BITS: [u8; 6] = [8, 6, 5, 4, 3, 2];
@@ -102,23 +112,33 @@ impl Recipe {
         ..Self::REFERENCE
     };
 
-    /// All of them, the reference first.
+    /// All of the first table, the reference first.
     fn all() -> Vec<Self> {
-        let plain = BITS.map(|bits| Self { bits, ..Self::REFERENCE });
         let exact = BITS.map(|bits| Self { bits, exact: true, ..Self::REFERENCE });
         let kv = Self { kv: Some(KvType::Q8), ..Self::SHIPPED };
-        let coded = CODED_BPW.map(|bpw| Self { bits: 4, coded_bpw: Some(bpw), ..Self::REFERENCE });
-        let low = [4, 3, 2].into_iter().flat_map(|bits| {
-            Coding::ALL[1..].iter().map(move |&coding| Self { bits, coding, ..Self::REFERENCE })
-        });
+        let plain = BITS.map(|bits| Self { bits, ..Self::REFERENCE });
         [Self::REFERENCE]
             .into_iter()
             .chain(plain)
             .chain(exact)
-            .chain(low)
+            .chain(Self::low().filter(|recipe| recipe.coding != Coding::Absmax))
             .chain([Self::SHIPPED, kv])
-            .chain(coded)
+            .chain(Self::coded())
             .collect()
+    }
+
+    /// Few bits, every way to choose codes.
+    fn low() -> impl Iterator<Item = Self> {
+        let all = |bits| Coding::ALL.map(|coding| Self { bits, coding, ..Self::REFERENCE });
+        [4, 3, 2].into_iter().flat_map(all)
+    }
+
+    /// Entropy-coded, by themselves and with error feedback.
+    fn coded() -> impl Iterator<Item = Self> {
+        let codings = [Coding::Searched(Levels::Uniform), Coding::Calibrated(Levels::Uniform)];
+        codings.into_iter().flat_map(|coding| {
+            CODED_BPW.map(|bpw| Self { bits: 4, coding, coded_bpw: Some(bpw), ..Self::REFERENCE })
+        })
     }
 
     /// Of its vault.
@@ -139,8 +159,10 @@ impl Recipe {
             (_, Some(bpw)) => format!("entropy-coded, {:.2} bits", f64::from(bpw) / 100.0),
         };
         let mut label = format!("{bits}, backbone {}", self.backbone);
-        if self.coding != Coding::Absmax {
-            label += &format!(", {}", self.coding.label());
+        match (self.coding, self.coded_bpw) {
+            (Coding::Absmax | Coding::Searched(_), Some(_)) | (Coding::Absmax, None) => {}
+            (Coding::Calibrated(_), Some(_)) => label += ", calibrated",
+            (coding, None) => label += &format!(", {}", coding.label()),
         }
         if self.exact {
             label += ", --exact";
@@ -163,6 +185,9 @@ struct Subject {
 
 /// Runs the command.
 pub fn run(args: &Args) -> Result<()> {
+    if let Some(gguf) = &args.gguf {
+        return dense::run(args, gguf);
+    }
     let start = Instant::now();
     // Asked now: by the end others may have committed.
     let commit = workspace::commit();
@@ -170,42 +195,12 @@ pub fn run(args: &Args) -> Result<()> {
         Some(path) => (path.clone(), false),
         None => (shared_path("demo-model").ok_or("name a checkpoint with --checkpoint")?, true),
     };
-    let mut dialogues = Dialogues::open(&checkpoint)?;
-    let all = dialogues.messages.len();
-    dialogues.messages.truncate(args.dialogues.unwrap_or(all));
-    let count = dialogues.messages.len();
-
+    let texts = Texts::dialogues(&checkpoint, args.dialogues)?;
     let scratch = tempfile::tempdir()?;
-    // The reference first: it calibrates the others.
-    let mut subjects = Vec::new();
-    for recipe in Recipe::all() {
-        subjects.push(open(recipe, &checkpoint, &scratch)?);
-        if subjects.len() == 1 {
-            let vault = scratch.path().join(recipe.name());
-            calibration::calibrate(&vault, &mut subjects[0].engine, &dialogues, &scratch.path().join(STATS))?;
-        }
-    }
-    let vocab_size = subjects[0].engine.spec().vocab_size;
-    let mut logits = Logits::new(vocab_size);
-    let (mut tokens_seen, mut answers_seen) = (0, 0);
-    for index in 0..count {
-        let dialogue = dialogues.render(index)?;
-        tokens_seen += dialogue.tokens.len();
-        answers_seen += dialogue.answer.iter().filter(|answer| **answer).count();
-        let mut reference: Option<Reference> = None;
-        for subject in &mut subjects {
-            logits.compute(&mut subject.engine, &dialogue.tokens)?;
-            let reference =
-                reference.get_or_insert_with(|| Reference::new(&logits, &dialogue.tokens, &dialogue.answer));
-            subject.scores.add(index, reference, &logits);
-        }
-        if (index + 1) % 20 == 0 || index + 1 == count {
-            let seconds = start.elapsed().as_secs();
-            eprintln!("{} of {count} dialogues, {seconds} s", index + 1);
-        }
-    }
+    // Room for all experts of the demo model; what a vault does not need is not claimed.
+    let mut subjects = open_all(&Recipe::all(), &checkpoint, &texts, &scratch, 512 << 20)?;
+    judge(&mut subjects, &texts, start)?;
 
-    let info = subjects[0].engine.info();
     let mut command = "cargo xtask fidelity".to_owned();
     if let Some(n) = args.dialogues {
         command += &format!(" --dialogues {n}");
@@ -213,28 +208,76 @@ pub fn run(args: &Args) -> Result<()> {
     let report = Report {
         command,
         commit,
-        machine: format!("{}, {} kernels, {} threads", workspace::cpu(), info.kernels, info.plan.threads),
+        machine: machine(&subjects),
         model: if is_demo { "demo-model".to_owned() } else { checkpoint.display().to_string() },
-        dialogues: count,
-        tokens: tokens_seen,
-        answers: answers_seen,
+        texts: &texts,
         subjects: &subjects,
     };
     let text = report.text();
     println!("{text}");
-    if is_demo && count == all {
+    if is_demo && args.dialogues.is_none() {
         report.check_card()?;
     }
     eprintln!("{} s in all", start.elapsed().as_secs());
+    write(args, report::MARKS, &text)
+}
+
+/// Puts a table where the arguments say.
+fn write(args: &Args, marks: report::Marks, text: &str) -> Result<()> {
     match (&args.out, args.dialogues) {
-        (Some(path), _) => report::write(path, &text),
-        (None, None) => report::write(&workspace::root().join("docs/experiments/fidelity.md"), &text),
+        (Some(path), _) => report::write(path, marks, text),
+        (None, None) => report::write(&workspace::root().join("docs/experiments/fidelity.md"), marks, text),
         (None, Some(_)) => Ok(()),
     }
 }
 
+fn machine(subjects: &[Subject]) -> String {
+    let info = subjects[0].engine.info();
+    format!("{}, {} kernels, {} threads", workspace::cpu(), info.kernels, info.plan.threads)
+}
+
+/// Sculpts and opens the vaults of all recipes, of which the first is the reference: it calibrates the others.
+fn open_all(
+    recipes: &[Recipe],
+    checkpoint: &Path,
+    texts: &Texts,
+    scratch: &TempDir,
+    memory: u64,
+) -> Result<Vec<Subject>> {
+    let mut subjects = Vec::new();
+    for &recipe in recipes {
+        eprintln!("sculpting: {}", recipe.label());
+        subjects.push(open(recipe, checkpoint, scratch, memory)?);
+        if subjects.len() == 1 {
+            let vault = scratch.path().join(recipe.name());
+            calibration::calibrate(&vault, &mut subjects[0].engine, texts, &scratch.path().join(STATS))?;
+        }
+    }
+    Ok(subjects)
+}
+
+/// Has every vault read every text that judges, and scores it against the first.
+fn judge(subjects: &mut [Subject], texts: &Texts, start: Instant) -> Result<()> {
+    let vocab_size = subjects[0].engine.spec().vocab_size;
+    let mut logits = Logits::new(vocab_size);
+    let judges: Vec<_> = texts.list.iter().filter(|text| text.judges).collect();
+    for (n, text) in judges.iter().enumerate() {
+        let mut reference: Option<Reference> = None;
+        for subject in &mut *subjects {
+            logits.compute(&mut subject.engine, &text.tokens)?;
+            let reference =
+                reference.get_or_insert_with(|| Reference::new(&logits, &text.tokens, &text.answer));
+            subject.scores.add(!text.calibrates, reference, &logits);
+        }
+        if (n + 1) % 20 == 0 || n + 1 == judges.len() || text.tokens.len() > 400 {
+            eprintln!("{} of {} texts, {} s", n + 1, judges.len(), start.elapsed().as_secs());
+        }
+    }
+    Ok(())
+}
+
 /// Sculpts a recipe's vault, if it is not there, and opens it.
-fn open(recipe: Recipe, checkpoint: &Path, scratch: &TempDir) -> Result<Subject> {
+fn open(recipe: Recipe, checkpoint: &Path, scratch: &TempDir, memory: u64) -> Result<Subject> {
     let path = scratch.path().join(recipe.name());
     let (recipe_of, levels, calibrated) = match recipe.coding {
         Coding::Absmax => (smoe_sculpt::Recipe::Absmax, Levels::Uniform, false),
@@ -255,8 +298,7 @@ fn open(recipe: Recipe, checkpoint: &Path, scratch: &TempDir) -> Result<Subject>
     sculpt(checkpoint, &path, &settings, &(), &AtomicBool::new(false))?;
     let vault = Vault::open(&path)?;
     let options = EngineOptions {
-        // Room for all experts of the demo model; what a vault does not need is not claimed.
-        plan: PlanRequest { memory: Some(512 << 20), kv: recipe.kv, ..PlanRequest::default() },
+        plan: PlanRequest { memory: Some(memory), kv: recipe.kv, ..PlanRequest::default() },
         exact: recipe.exact,
         kernels: std::env::var("SMOE_KERNELS").ok().filter(|name| !name.is_empty()),
         ..EngineOptions::default()
@@ -274,27 +316,4 @@ fn open(recipe: Recipe, checkpoint: &Path, scratch: &TempDir) -> Result<Subject>
         weight_bits: 8.0 * bytes as f64 / weights as f64,
         scores: Scores::default(),
     })
-}
-
-/// The held-out dialogues and the model's own way to render them.
-struct Dialogues {
-    messages: Vec<Value>,
-    text: ModelText,
-}
-
-impl Dialogues {
-    fn open(checkpoint: &Path) -> Result<Self> {
-        let text = ModelText::load(&|name| std::fs::read(checkpoint.join(name)).ok())?;
-        let lines = std::fs::read_to_string(checkpoint.join("heldout.jsonl"))?;
-        let messages = lines
-            .lines()
-            .map(|line| Ok(serde_json::from_str::<Value>(line)?["messages"].take()))
-            .collect::<Result<Vec<_>>>()?;
-        Ok(Self { messages, text })
-    }
-
-    fn render(&self, index: usize) -> Result<Dialogue> {
-        let input = TemplateInput { messages: self.messages[index].clone(), ..Default::default() };
-        self.text.dialogue(&input).map_err(|e| format!("dialogue {index}: {e}").into())
-    }
 }

@@ -2,7 +2,7 @@
 //!
 //! | command | what it shows |
 //! | --- | --- |
-//! | `fidelity` | what each bit width does to the demo model's answers |
+//! | `fidelity` | what each bit width does to the demo model's answers, and to a larger model's text and JSON |
 //! | `mutate` | that no damaged or hostile vault crashes, hangs or silently changes the mathematics |
 //! | `kill-sculpt` | that a sculpt killed at any moment goes on to the same bytes |
 //! | `aarch64` | that the kernels of aarch64 give the bits of the definition, by emulation |

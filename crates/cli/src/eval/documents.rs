@@ -1,25 +1,14 @@
 //! The text of an evaluation, as tokens.
 
-use std::fs;
 use std::ops::Range;
 use std::path::Path;
 
-use serde_json::Value;
-use smoe_text::{ModelText, TemplateInput, TextError};
+use smoe_text::ModelText;
 
+use crate::corpus::{Corpus, Document};
 use crate::failure::Failure;
 
-/// A template that tells the date tells this one, so that figures repeat.
-const TODAY: &str = "2025-01-01 00:00:00";
-
-/// Tokens that belong together.
-pub struct Document {
-    pub tokens: Vec<u32>,
-    /// Which of them count; never the first.
-    pub scored: Vec<bool>,
-}
-
-/// All of them.
+/// All documents.
 pub struct Documents {
     pub list: Vec<Document>,
     /// One plain text, whose windows stand for documents where errors are estimated.
@@ -27,45 +16,34 @@ pub struct Documents {
 }
 
 impl Documents {
-    /// Reads a plain text, or JSON lines with `messages` or `text` if the name ends in `.jsonl`.
+    /// Reads them, until so many tokens are scored.
     pub fn read(
         path: &Path,
         model: &ModelText,
         answers_only: bool,
         max_tokens: Option<usize>,
     ) -> Result<Self, Failure> {
-        let failed = |what: String| Failure::new(format!("{}: {what}", path.display()));
-        let text = fs::read(path).map_err(|e| failed(format!("cannot read it: {e}")))?;
-        let text = String::from_utf8(text).map_err(|_| failed("it is not UTF-8 text".to_owned()))?;
-        let lines = path.extension().is_some_and(|ending| ending == "jsonl" || ending == "ndjson");
-        if answers_only && !lines {
-            let what = format!("--answers-only: {} is no file of JSON lines (.jsonl)", path.display());
-            return Err(Failure::Usage(what));
-        }
+        let corpus = Corpus::open(path, answers_only)?;
         let mut left = max_tokens.unwrap_or(usize::MAX);
-        let mut list = Vec::new();
-        if lines {
-            for (number, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
-                if left == 0 {
-                    break;
+        let mut list: Vec<Document> = Vec::new();
+        for document in corpus.documents(model) {
+            let mut document = document?;
+            limit(&mut document, &mut left);
+            match list.last_mut() {
+                Some(last) if document.goes_on => {
+                    last.tokens.append(&mut document.tokens);
+                    last.scored.append(&mut document.scored);
                 }
-                let (tokens, answer) =
-                    of_line(line, model).map_err(|what| failed(format!("line {}: {what}", number + 1)))?;
-                let scored = if answers_only { answer } else { vec![true; tokens.len()] };
-                list.push(Document::new(tokens, scored, &mut left));
+                _ => list.push(document),
             }
-        } else {
-            let tokenizer = model.tokenizer.as_ref().ok_or(TextError::Absent { what: "tokenizer" })?;
-            let tokens = tokenizer.encode_with_special(&text)?;
-            let scored = vec![true; tokens.len()];
-            list.push(Document::new(tokens, scored, &mut left));
+            if left == 0 {
+                break;
+            }
         }
         if !list.iter().any(|document| document.scored.contains(&true)) {
-            let what =
-                if answers_only { "there is no answer in it" } else { "there is nothing to predict in it" };
-            return Err(failed(what.to_owned()));
+            return Err(corpus.nothing());
         }
-        Ok(Self { list, windows_are_documents: !lines })
+        Ok(Self { list, windows_are_documents: !corpus.is_lines })
     }
 
     /// Bytes that they take.
@@ -74,46 +52,18 @@ impl Documents {
     }
 }
 
-impl Document {
-    /// No more than `left` tokens are scored, and what comes after the last of those is cut off.
-    fn new(mut tokens: Vec<u32>, mut scored: Vec<bool>, left: &mut usize) -> Self {
-        if let Some(first) = scored.first_mut() {
-            *first = false;
+/// No more than `left` tokens are scored, and what comes after the last of those is cut off.
+fn limit(document: &mut Document, left: &mut usize) {
+    let mut end = 0;
+    for i in (0..document.tokens.len()).filter(|&i| document.scored[i]) {
+        if *left == 0 {
+            break;
         }
-        let mut end = 0;
-        for i in (0..tokens.len()).filter(|&i| scored[i]) {
-            if *left == 0 {
-                break;
-            }
-            *left -= 1;
-            end = i + 1;
-        }
-        tokens.truncate(end);
-        scored.truncate(end);
-        Self { tokens, scored }
+        *left -= 1;
+        end = i + 1;
     }
-}
-
-/// A line's tokens, and which of them are answers.
-fn of_line(line: &str, model: &ModelText) -> Result<(Vec<u32>, Vec<bool>), String> {
-    let mut json: Value = serde_json::from_str(line).map_err(|e| e.to_string())?;
-    if let Some(text) = json["text"].as_str() {
-        let tokenizer = model.tokenizer.as_ref().ok_or("the vault has no tokenizer")?;
-        let tokens = tokenizer.encode_with_special(text).map_err(|e| e.to_string())?;
-        let answer = vec![false; tokens.len()];
-        return Ok((tokens, answer));
-    }
-    if !json["messages"].is_array() {
-        return Err("it has neither `messages` nor `text`".to_owned());
-    }
-    if json["strftime_now"].is_null() {
-        json["strftime_now"] = TODAY.into();
-    }
-    let mut input = TemplateInput::from_json(&json).map_err(|e| e.to_string())?;
-    input.bos_token = input.bos_token.or_else(|| model.bos_token.clone());
-    input.eos_token = input.eos_token.or_else(|| model.eos_token.clone());
-    let dialogue = model.dialogue(&input).map_err(|e| e.to_string())?;
-    Ok((dialogue.tokens, dialogue.answer))
+    document.tokens.truncate(end);
+    document.scored.truncate(end);
 }
 
 /// A part of a document that is computed from an empty context.
@@ -168,12 +118,15 @@ mod tests {
     #[test]
     fn a_limit_counts_scored_tokens() {
         let mut left = 3;
-        let scored = vec![true, true, false, true, false];
-        let first = Document::new(vec![1, 2, 3, 4, 5], scored, &mut left);
-        assert_eq!((first.tokens.as_slice(), left), (&[1, 2, 3, 4][..], 1));
-        assert_eq!(first.scored, [false, true, false, true]);
-        let second = Document::new(vec![1, 2, 3], vec![true; 3], &mut left);
-        assert_eq!((second.tokens.as_slice(), left), (&[1, 2][..], 0));
-        assert!(Document::new(vec![1, 2], vec![true; 2], &mut left).tokens.is_empty());
+        let mut cut = |scored: &[bool]| {
+            let tokens = (0..scored.len() as u32).collect();
+            let mut document = Document { tokens, scored: scored.to_vec(), goes_on: false };
+            limit(&mut document, &mut left);
+            assert_eq!(document.tokens.len(), document.scored.len());
+            (document.tokens.len(), left)
+        };
+        assert_eq!(cut(&[false, true, false, true, false]), (4, 1));
+        assert_eq!(cut(&[false, true, true]), (2, 0));
+        assert_eq!(cut(&[false, true]), (0, 0));
     }
 }

@@ -2,7 +2,8 @@
 //! it have been added where they are made up for, by the inputs that the matrix meets.
 //!
 //! Columns go in their natural order; the scale of a group is searched when its turn comes, on weights that already make
-//! up for the groups before, weighted by the diagonal of the Hessian.
+//! up for the groups before, weighted by the diagonal of the Hessian. Codes that are meant for an entropy coder have the
+//! even cells of one step a row instead ([`crate::coded`]).
 
 use smoe_format::half::f16_to_f32;
 use smoe_format::tile::{self, ROWS};
@@ -10,17 +11,21 @@ use smoe_format::{Encoding, Uniform};
 use smoe_kernels::{Kernels, Loops};
 
 use super::factor::{Feedback, dots};
-use super::grid::Grid;
+use super::grid::{Grid, UniformGrid};
 use super::search::search;
 use super::{MAX_GROUP, WithGrid, with_grid};
+use crate::coded::{self, RowStep};
 
-/// Codes a whole matrix, `[rows, cols]`, with feedback over its columns; `out` is its tiles, to be overwritten.
+/// Codes a whole matrix, `[rows, cols]`, with feedback over its columns; `out` is its tiles, to be overwritten. With
+/// `step`, the codes are those of cells of so many mean magnitudes of their row.
 ///
 /// # Panics
-/// If a length does not match, or the encoding is not [searchable](super::is_searchable).
+/// If a length does not match, the encoding is not [searchable](super::is_searchable), or there is a step and the
+/// encoding is none of even levels.
 pub(crate) fn encode_with_feedback(
     kernels: Kernels,
     encoding: Encoding,
+    step: Option<f32>,
     feedback: &Feedback,
     weights: &[f32],
     cols: usize,
@@ -31,7 +36,16 @@ pub(crate) fn encode_with_feedback(
     let mut errors = Vec::new();
     for (rows, block) in weights.chunks(ROWS * cols).zip(out.chunks_exact_mut(layout.block_bytes(cols))) {
         let errors = &mut errors;
-        with_grid(encoding, Fed { kernels, layout, feedback, rows, cols, block, errors });
+        let work = Fed { kernels, layout, feedback, rows, cols, block, errors };
+        match (step, encoding) {
+            (None, _) => with_grid(encoding, work),
+            (Some(step), Encoding::Uniform(uniform)) => {
+                let scaling =
+                    RowSteps(rows.chunks(cols).map(|row| RowStep::of(uniform, row, step)).collect());
+                kernels.compiled(Block { grid: UniformGrid { max_code: uniform.max_code() }, scaling, work });
+            }
+            (Some(_), _) => unreachable!("a step is of even levels"),
+        }
     }
 }
 
@@ -50,30 +64,69 @@ impl WithGrid for Fed<'_> {
 
     fn with<G: Grid>(self, grid: G) {
         let kernels = self.kernels;
-        kernels.compiled(Block { grid, work: self });
+        kernels.compiled(Block { grid, scaling: Searched(grid), work: self });
     }
 }
 
-struct Block<'a, G> {
+/// How a group of a row gets its scale.
+trait Scaling {
+    /// The code that stands where there is no weight.
+    const FILL: u8;
+
+    /// The stored scale, and grid steps a unit of weight: what a weight is multiplied by before the nearest level is
+    /// taken. `weights` make up for the groups before.
+    fn scale(&self, row: usize, weights: &[f32], importance: &[f32]) -> (u16, f32);
+}
+
+/// The scale of the smallest error.
+struct Searched<G>(G);
+
+impl<G: Grid> Scaling for Searched<G> {
+    const FILL: u8 = 0;
+
+    #[inline(always)]
+    fn scale(&self, _: usize, weights: &[f32], importance: &[f32]) -> (u16, f32) {
+        let half = search(self.0, weights, importance).half;
+        let inverse = 1.0 / (f16_to_f32(half) / self.0.scale());
+        (half, if inverse.is_finite() { inverse } else { 0.0 })
+    }
+}
+
+/// That of the row, unless the group does not fit its grid.
+struct RowSteps(Vec<RowStep>);
+
+impl Scaling for RowSteps {
+    const FILL: u8 = coded::FILL;
+
+    #[inline(always)]
+    fn scale(&self, row: usize, weights: &[f32], _: &[f32]) -> (u16, f32) {
+        let (half, per_step) = self.0[row].of_group(weights);
+        // A cell is two steps of the grid, whose levels are the odd numbers.
+        (half, 2.0 * per_step)
+    }
+}
+
+struct Block<'a, G, S> {
     grid: G,
+    scaling: S,
     work: Fed<'a>,
 }
 
 /// Columns of a group, each of 32 rows.
 type Columns = [[f32; ROWS]; MAX_GROUP];
 
-impl<G: Grid> Loops for Block<'_, G> {
+impl<G: Grid, S: Scaling> Loops for Block<'_, G, S> {
     type Out = ();
 
     #[inline(always)]
     fn run(self) {
-        let Self { grid, work: Fed { layout, feedback, rows, cols, block, errors, .. } } = self;
+        let Self { grid, scaling, work: Fed { layout, feedback, rows, cols, block, errors, .. } } = self;
         let (group, n_rows) = (layout.group(), rows.len() / cols);
         let (u, stride) = (&feedback.by_column, feedback.by_column.stride);
         errors.clear();
         errors.resize(ROWS * stride, 0.0);
         block.fill(0);
-        let mut codes = [0u8; ROWS * MAX_GROUP];
+        let mut codes = [S::FILL; ROWS * MAX_GROUP];
         let codes = &mut codes[..ROWS * group];
         let mut targets: Box<Columns> = Box::new([[0.0; ROWS]; MAX_GROUP]);
         let mut lost: Box<Columns> = Box::new([[0.0; ROWS]; MAX_GROUP]);
@@ -105,11 +158,10 @@ impl<G: Grid> Loops for Block<'_, G> {
                     targets[column][row] += rows[row * cols + first + column];
                     values[column] = targets[column][row];
                 }
-                let scale = search(grid, &values[..group], &importance[..group]);
-                layout.write_levels(tile, row, scale.half, 0);
-                steps[row] = f16_to_f32(scale.half) / grid.scale();
-                let inverse = 1.0 / steps[row];
-                inverses[row] = if inverse.is_finite() { inverse } else { 0.0 };
+                let (half, inverse) = scaling.scale(row, &values[..group], &importance[..group]);
+                layout.write_levels(tile, row, half, 0);
+                steps[row] = f16_to_f32(half) / grid.scale();
+                inverses[row] = inverse;
             }
             for column in 0..width {
                 let mut target = targets[column];
@@ -132,7 +184,7 @@ impl<G: Grid> Loops for Block<'_, G> {
             }
             if width < group {
                 for codes in codes.chunks_exact_mut(group) {
-                    codes[width..].fill(0);
+                    codes[width..].fill(S::FILL);
                 }
             }
             tile::pack(codes, layout.bits(), group, &mut tile[..layout.code_bytes()]);
@@ -184,7 +236,7 @@ mod tests {
             encode_searched(detected, encoding, &weights, cols, &mut plain);
             for kernels in Kernels::available() {
                 let feedback = Feedback::new(kernels, &h);
-                encode_with_feedback(kernels, encoding, &feedback, &weights, cols, &mut fed);
+                encode_with_feedback(kernels, encoding, None, &feedback, &weights, cols, &mut fed);
                 let (plain, fed) = (loss(encoding, &plain, &weights, &h), loss(encoding, &fed, &weights, &h));
                 assert!(fed < 0.45 * plain, "{encoding} {kernels:?}: {fed} {plain}");
             }
@@ -205,10 +257,53 @@ mod tests {
             let (mut plain, mut fed) = (vec![1; len], vec![2; len]);
             encode_searched(Kernels::detect(), encoding, &weights, cols, &mut plain);
             let feedback = Feedback::new(Kernels::detect(), &h);
-            encode_with_feedback(Kernels::detect(), encoding, &feedback, &weights, cols, &mut fed);
+            encode_with_feedback(Kernels::detect(), encoding, None, &feedback, &weights, cols, &mut fed);
             // The same but for roundings of equally good scales.
             let (plain, fed) = (loss(encoding, &plain, &weights, &h), loss(encoding, &fed, &weights, &h));
             assert!((fed / plain - 1.0).abs() < 2e-3, "{encoding}: {fed} {plain}");
+        }
+    }
+
+    #[test]
+    fn cells_of_a_step_are_fed_back_too_and_wide_groups_keep_their_largest_weight() {
+        let (rows, cols) = (37, 200);
+        let mut random = Random::new(8);
+        let mut weights: Vec<f32> = (0..rows * cols).map(|_| 0.02 * random.bell() as f32).collect();
+        weights[3 * cols + 70] = 0.9;
+        let h = hessian(cols, 900, 5);
+        let uniform = Uniform::new(4, 64, Zero::Symmetric).expect("valid");
+        let encoding = Encoding::Uniform(uniform);
+        let len = encoding.tensor_bytes(rows, cols).expect("small");
+        let (mut plain, mut fed, mut again) = (vec![1; len], vec![2; len], vec![3; len]);
+        for step in [1.1f32, 0.6] {
+            coded::encode_uniform(uniform, &weights, cols, step, &mut plain);
+            let mut first = None;
+            for kernels in Kernels::available() {
+                let feedback = Feedback::new(kernels, &h);
+                encode_with_feedback(kernels, encoding, Some(step), &feedback, &weights, cols, &mut fed);
+                first.get_or_insert_with(|| fed.clone());
+                assert_eq!(first.as_ref(), Some(&fed), "{kernels:?}");
+            }
+            let mut row = vec![0.0; cols];
+            encoding.decode_row(&fed, cols, 3, &mut row);
+            assert!((row[70] - 0.9).abs() < 0.02, "{}", row[70]);
+            let (without, with) = (loss(encoding, &plain, &weights, &h), loss(encoding, &fed, &weights, &h));
+            assert!(with < 0.5 * without, "{step}: {with} {without}");
+            // Inputs that do not depend on each other: the codes of the plain rule.
+            let mut eye = Square::zeros(cols);
+            (0..cols).for_each(|i| eye.values[i * eye.stride + i] = 1.0);
+            let feedback = Feedback::new(Kernels::detect(), &eye);
+            encode_with_feedback(
+                Kernels::detect(),
+                encoding,
+                Some(step),
+                &feedback,
+                &weights,
+                cols,
+                &mut again,
+            );
+            let (a, b) = (loss(encoding, &plain, &weights, &eye), loss(encoding, &again, &weights, &eye));
+            assert!((b / a - 1.0).abs() < 2e-3, "{step}: {b} {a}");
         }
     }
 }

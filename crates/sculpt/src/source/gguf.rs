@@ -140,8 +140,13 @@ pub(crate) struct Opened {
     pub warnings: Vec<Warning>,
 }
 
-/// Opens a GGUF file, or all files of a split one of which `path` is one.
-pub(crate) fn open(path: &Path, files: &dyn WeightFiles) -> Result<Opened, SculptError> {
+/// Opens a GGUF file, or all files of a split one of which `path` is one. A dense one only if it is to be cut into
+/// `experts`, and is of an architecture where that can be said.
+pub(crate) fn open(
+    path: &Path,
+    experts: Option<usize>,
+    files: &dyn WeightFiles,
+) -> Result<Opened, SculptError> {
     let (shard, metadata, tensors) = read(path, 0, files)?;
     let count = metadata.unsigned("split.count")?.unwrap_or(1);
     let mut shards = vec![shard];
@@ -190,6 +195,9 @@ pub(crate) fn open(path: &Path, files: &dyn WeightFiles) -> Result<Opened, Sculp
             });
         }
         by_name.insert(name, tensor);
+    }
+    if let Some(experts) = experts {
+        metadata.cut_dense(experts)?;
     }
     let mut warnings = Vec::new();
     let (config, tensors) = model::model(&metadata, &by_name, &mut warnings)?;
@@ -512,6 +520,32 @@ impl Metadata {
             Some(Value::Unsigned(n)) => Ok(Some(*n as f64)),
             Some(_) => Err(self.bad(key, "a number")),
         }
+    }
+
+    /// Says of a dense model that it has experts, all of which are used.
+    fn cut_dense(&mut self, experts: usize) -> Result<(), SculptError> {
+        const ARCH: &str = "llama";
+        let architecture = "general.architecture";
+        if self.text(architecture)? != Some(ARCH) {
+            return Err(self.bad(architecture, ARCH));
+        }
+        let key = |name: &str| format!("{ARCH}.{name}");
+        if self.unsigned(&key("expert_count"))?.unwrap_or(0) != 0 {
+            return Err(self.bad(&key("expert_count"), "none: a dense model"));
+        }
+        let width = key("feed_forward_length");
+        let whole = self.unsigned(&width)?.unwrap_or(0);
+        if !experts.is_power_of_two() || !whole.is_multiple_of(experts as u64) || whole == 0 {
+            return Err(self.bad(&width, &format!("a multiple of {experts}, and that a power of two")));
+        }
+        for (name, n) in [
+            ("expert_count", experts as u64),
+            ("expert_used_count", experts as u64),
+            ("expert_feed_forward_length", whole / experts as u64),
+        ] {
+            self.values.insert(key(name), Value::Unsigned(n));
+        }
+        Ok(())
     }
 
     /// The files that travel with a vault, made of the metadata.

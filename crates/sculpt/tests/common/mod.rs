@@ -40,7 +40,7 @@ impl Random {
         (self.next() >> 11) % n
     }
 
-    fn weight(&mut self) -> f32 {
+    pub fn weight(&mut self) -> f32 {
         // Some groups larger than others, some weights zero.
         let unit = (self.next() >> 40) as f32 / 8_388_608.0 - 1.0;
         if self.below(50) == 0 { 0.0 } else { unit * 0.1 }

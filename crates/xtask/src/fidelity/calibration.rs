@@ -1,4 +1,4 @@
-//! Statistics of what the experts see of a third of the dialogues: the others are the judges.
+//! Statistics of what the experts see of the texts that calibrate.
 
 use std::path::Path;
 use std::sync::{Arc, Mutex};
@@ -6,24 +6,25 @@ use std::sync::{Arc, Mutex};
 use smoe_engine::{Control, Engine, ExpertObserver, ExpertSeen, Vault};
 use smoe_sculpt::calibrate::{Collector, Document, Head, collect};
 
-use super::Dialogues;
+use super::texts::Texts;
 use crate::Result;
 
-/// Reads the dialogues whose index 3 divides, counts what predicts an answer, and leaves statistics in `out`.
-pub fn calibrate(vault: &Path, engine: &mut Engine, dialogues: &Dialogues, out: &Path) -> Result<()> {
-    let documents = (0..dialogues.messages.len())
-        .step_by(3)
-        .map(|index| {
-            let dialogue = dialogues.render(index)?;
-            let mut counted = dialogue.answer;
+/// Reads what calibrates, counts what predicts an answer, and leaves statistics in `out`.
+pub fn calibrate(vault: &Path, engine: &mut Engine, texts: &Texts, out: &Path) -> Result<()> {
+    let documents: Vec<Document> = texts
+        .list
+        .iter()
+        .filter(|text| text.calibrates)
+        .map(|text| {
+            let mut counted = text.answer.clone();
             // A token's input counts if the next token is of an answer.
             counted.rotate_left(1);
             if let Some(last) = counted.last_mut() {
                 *last = false;
             }
-            Ok(Document { tokens: dialogue.tokens, counted })
+            Document { tokens: text.tokens.clone(), counted }
         })
-        .collect::<Result<Vec<_>>>()?;
+        .collect();
     let vault = Vault::open(vault)?;
     let manifest = vault.experts.manifest().ok_or("a vault of ours has a manifest")?;
     let head = Head::new(&manifest.source.fingerprint, engine.spec(), &documents);

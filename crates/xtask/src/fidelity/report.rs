@@ -7,11 +7,15 @@ use smoe_meter::fidelity::{DocumentMean, Estimate};
 use smoe_sculpt::BackboneBits;
 
 use super::score::Scores;
+use super::texts::Texts;
 use super::{Coding, Subject};
 use crate::Result;
 
-const BEGIN: &str = "<!-- begin: written by `cargo xtask fidelity` -->";
-const END: &str = "<!-- end -->";
+/// The lines between which a table stands.
+pub type Marks = (&'static str, &'static str);
+pub const MARKS: Marks = ("<!-- begin: written by `cargo xtask fidelity` -->", "<!-- end -->");
+pub const DENSE_MARKS: Marks =
+    ("<!-- begin: written by `cargo xtask fidelity --gguf` -->", "<!-- end of it -->");
 
 /// Mean losses of the demo model over `heldout.jsonl` by its model card (transformers, f32): answers, all tokens.
 const CARD: (f64, f64) = (1.205, 0.888);
@@ -29,9 +33,7 @@ pub struct Report<'a> {
     pub commit: String,
     pub machine: String,
     pub model: String,
-    pub dialogues: usize,
-    pub tokens: usize,
-    pub answers: usize,
+    pub texts: &'a Texts,
     pub subjects: &'a [Subject],
 }
 
@@ -54,11 +56,11 @@ impl Report<'_> {
             text,
             &format!(
                 "- text: {} dialogues of {}'s `heldout.jsonl`, {} tokens, {} scored, {} of them in answers",
-                self.dialogues,
+                self.texts.list.len(),
                 self.model,
-                self.tokens,
-                self.tokens - self.dialogues,
-                self.answers
+                self.texts.tokens(|_| true),
+                self.texts.tokens(|_| true) - self.texts.list.len(),
+                self.texts.answers()
             ),
         );
     }
@@ -99,7 +101,9 @@ impl Report<'_> {
 
     /// What choosing codes better gains at equal bytes, judged by dialogues that calibrated nothing.
     fn codings(&self, text: &mut String) {
-        let plain = |s: &&Subject| !s.recipe.exact && s.recipe.backbone == BackboneBits::Bf16;
+        let plain = |s: &&Subject| {
+            !s.recipe.exact && s.recipe.backbone == BackboneBits::Bf16 && s.recipe.coded_bpw.is_none()
+        };
         let find = |bits, coding| {
             self.subjects.iter().filter(plain).find(|s| s.recipe.bits == bits && s.recipe.coding == coding)
         };
@@ -119,7 +123,7 @@ impl Report<'_> {
             let Some(base) = find(bits, Coding::Absmax) else { continue };
             for coding in Coding::ALL {
                 let Some(subject) = find(bits, coding) else { continue };
-                let answers = &subject.scores.prototype;
+                let answers = &subject.scores.apart;
                 line(
                     text,
                     &format!(
@@ -127,17 +131,32 @@ impl Report<'_> {
                         subject.weight_bits,
                         coding.label(),
                         with_error(&answers.kl),
-                        answers.kl.mean() / base.scores.prototype.kl.mean(),
+                        answers.kl.mean() / base.scores.apart.kl.mean(),
                         100.0 * answers.top1.mean(),
                         answers.nll.mean().exp(),
                     ),
                 );
             }
         }
+        for subject in self.subjects.iter().filter(|s| s.recipe.coded_bpw.is_some()) {
+            let answers = &subject.scores.apart;
+            let how =
+                if matches!(subject.recipe.coding, Coding::Calibrated(_)) { ", calibrated" } else { "" };
+            line(
+                text,
+                &format!(
+                    "| {:.2} | entropy-coded{how} | {} | | {:.2} | {:.3} |",
+                    subject.weight_bits,
+                    with_error(&answers.kl),
+                    100.0 * answers.top1.mean(),
+                    answers.nll.mean().exp(),
+                ),
+            );
+        }
     }
 
     fn comparison(&self, text: &mut String) {
-        let prototype = &self.subjects[0].scores.prototype.nll;
+        let prototype = &self.subjects[0].scores.apart.nll;
         line(text, "");
         line(
             text,
@@ -162,7 +181,7 @@ impl Report<'_> {
                         recipe.coded_bpw.is_none()
                             && (recipe.bits, recipe.exact, recipe.coding) == (bits, exact, Coding::Absmax)
                     })
-                    .map(|s| &s.scores.prototype)
+                    .map(|s| &s.scores.apart)
             };
             let (Some(exact), Some(coded)) = (find(true), find(false)) else { continue };
             line(
@@ -190,12 +209,12 @@ impl Report<'_> {
     }
 }
 
-fn line(text: &mut String, line: &str) {
+pub fn line(text: &mut String, line: &str) {
     writeln!(text, "{line}").expect("strings grow");
 }
 
 /// A mean and its standard error, as many digits as the error bears.
-fn with_error(mean: &DocumentMean) -> String {
+pub fn with_error(mean: &DocumentMean) -> String {
     let Estimate { value, standard_error } = Estimate::mean(mean);
     let places = if standard_error > 0.0 {
         (1.0 - standard_error.log10().floor()).clamp(2.0, 9.0) as usize
@@ -206,16 +225,16 @@ fn with_error(mean: &DocumentMean) -> String {
 }
 
 /// Puts `text` between the marks of the file at `path`; a file that is not there is begun.
-pub fn write(path: &Path, text: &str) -> Result<()> {
+pub fn write(path: &Path, (begin, end): Marks, text: &str) -> Result<()> {
     let old = match std::fs::read_to_string(path) {
         Ok(old) => old,
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => format!("# Fidelity\n\n{BEGIN}\n{END}\n"),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => format!("# Fidelity\n\n{begin}\n{end}\n"),
         Err(e) => return Err(format!("{}: {e}", path.display()).into()),
     };
-    let marks = old.split_once(BEGIN).and_then(|(head, rest)| Some((head, rest.split_once(END)?.1)));
+    let marks = old.split_once(begin).and_then(|(head, rest)| Some((head, rest.split_once(end)?.1)));
     let (head, tail) =
-        marks.ok_or_else(|| format!("{}: the lines `{BEGIN}` and `{END}` are missing", path.display()))?;
-    std::fs::write(path, format!("{head}{BEGIN}\n\n{text}\n{END}{tail}"))?;
+        marks.ok_or_else(|| format!("{}: the lines `{begin}` and `{end}` are missing", path.display()))?;
+    std::fs::write(path, format!("{head}{begin}\n\n{text}\n{end}{tail}"))?;
     eprintln!("written to {}", path.display());
     Ok(())
 }
@@ -228,18 +247,18 @@ mod tests {
     fn only_what_is_between_the_marks_is_replaced() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("table.md");
-        write(&path, "first").unwrap();
+        write(&path, MARKS, "first").unwrap();
         let begun = std::fs::read_to_string(&path).unwrap();
         std::fs::write(&path, format!("{begun}Prose below.\n")).unwrap();
-        write(&path, "second").unwrap();
+        write(&path, MARKS, "second").unwrap();
         let text = std::fs::read_to_string(&path).unwrap();
         assert!(
-            text.starts_with("# Fidelity\n") && text.ends_with(&format!("{END}\nProse below.\n")),
+            text.starts_with("# Fidelity\n") && text.ends_with(&format!("{}\nProse below.\n", MARKS.1)),
             "{text}"
         );
         assert!(text.contains("second") && !text.contains("first"), "{text}");
         std::fs::write(&path, "no marks").unwrap();
-        assert!(write(&path, "third").is_err());
+        assert!(write(&path, MARKS, "third").is_err());
     }
 
     #[test]

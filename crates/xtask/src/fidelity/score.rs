@@ -5,7 +5,7 @@ use smoe_meter::fidelity::{DocumentMean, argmax, kl_of_logs, log_softmax};
 
 use crate::Result;
 
-/// The logits of a dialogue.
+/// The logits of a text.
 pub struct Logits {
     vocab_size: usize,
     values: Vec<f32>,
@@ -39,7 +39,7 @@ impl Observer for Logits {
     }
 }
 
-/// What the 16-bit model says of a dialogue.
+/// What the 16-bit model says of a text.
 pub struct Reference {
     /// By position, but for the last.
     positions: Vec<Position>,
@@ -65,7 +65,7 @@ impl Reference {
     }
 }
 
-/// Figures over answer tokens of some dialogues.
+/// Figures over answer tokens of some texts.
 #[derive(Debug, Default)]
 pub struct Answers {
     pub nll: DocumentMean,
@@ -90,10 +90,10 @@ impl Answers {
 /// The figures of a recipe.
 #[derive(Debug, Default)]
 pub struct Scores {
-    /// All dialogues.
+    /// All texts.
     pub answers: Answers,
-    /// Those that the prototype did not calibrate with: index not divisible by 3.
-    pub prototype: Answers,
+    /// Those that calibrate nothing.
+    pub apart: Answers,
     /// Negative log-likelihood of every token from the second on.
     pub all_nll: DocumentMean,
 }
@@ -105,20 +105,19 @@ struct AnswerScore {
 }
 
 impl Scores {
-    /// Adds a dialogue.
-    pub fn add(&mut self, index: usize, reference: &Reference, logits: &Logits) {
-        let of_prototype = !index.is_multiple_of(3);
+    /// Adds a text, which calibrated nothing if it is `apart`.
+    pub fn add(&mut self, apart: bool, reference: &Reference, logits: &Logits) {
         self.all_nll.begin();
         self.answers.begin();
-        if of_prototype {
-            self.prototype.begin();
+        if apart {
+            self.apart.begin();
         }
         for (nll, answer) in scores(reference, logits) {
             self.all_nll.add(nll);
             let Some(answer) = answer else { continue };
             self.answers.add(&answer);
-            if of_prototype {
-                self.prototype.add(&answer);
+            if apart {
+                self.apart.add(&answer);
             }
         }
     }
