@@ -251,9 +251,11 @@ impl GpuBackend {
             self.settle();
         }
         let n = tokens.len();
-        let mut ids = [0; HEAD_ROWS];
-        ids.iter_mut().zip(tokens).for_each(|(id, &token)| *id = token as u32);
-        self.gpu.write(&self.ends.chosen, 0, bytemuck::cast_slice(&ids));
+        if self.pending == Pending::Nothing {
+            let mut ids = [0; HEAD_ROWS];
+            ids.iter_mut().zip(tokens).for_each(|(id, &token)| *id = token as u32);
+            self.gpu.write(&self.ends.chosen, 0, bytemuck::cast_slice(&ids));
+        }
         let step = self.recorder.step();
         match self.pending {
             Pending::Ffn => self.ends.mix_few.record(step, n),
