@@ -265,6 +265,14 @@ impl GpuBackend {
         self.ends.head.iter().for_each(|product| product.record(step, n));
     }
 
+    /// Multiplies the first `len` logits as the model does.
+    fn scale_logits(&mut self, len: usize) {
+        let by = self.spec.multipliers.logits as f32;
+        if by != 1.0 {
+            self.logits[..len].iter_mut().for_each(|logit| *logit *= by);
+        }
+    }
+
     /// Brings a plane to `host_hidden`.
     fn download(&mut self, slice: &Slice) -> Result<(), EngineError> {
         self.host_hidden.clear();
@@ -409,6 +417,7 @@ impl Backend for GpuBackend {
             self.recorder.step().read_back(&logits, &self.readback, 0);
             if let Some(submitted) = self.submit() {
                 Self::read(&self.gpu, &self.meter, &self.readback, &submitted, &mut self.logits[..len])?;
+                self.scale_logits(len);
             }
         }
         // What is asked for again may have changed: `observe` looks at a step in several ways.
