@@ -21,6 +21,8 @@ const GLU: &str = concat!(include_str!("wgsl/exp.wgsl"), include_str!("wgsl/expe
 const THREADS: u32 = 256;
 /// Most experts of a token whose hidden values stay floats.
 const LONE_PAIRS: usize = 64;
+/// Words of a place where two workgroups meet.
+const MEETING: usize = 2 * ROWS + 1;
 /// Experts of a dispatch that the cut of their products reckons with: a single token's.
 const TIMES: usize = 8;
 
@@ -114,11 +116,34 @@ pub struct ExpertInput<'a> {
     pub float: Option<&'a Slice>,
 }
 
+/// What gate, up and down of one token hand over: f32 hidden values, which down quantises itself.
+#[derive(Clone, Debug)]
+pub struct Lone {
+    /// `[top_k, d_expert]` f32.
+    values: Slice,
+    /// Where the workgroups of gate and up meet; in between as it is here.
+    post: Slice,
+}
+
+impl Lone {
+    fn new(gpu: &Gpu, layout: &ExpertLayout, pairs: usize) -> Result<Self, GpuError> {
+        let (pairs, rows) = (pairs.min(LONE_PAIRS), layout.d_expert());
+        let meetings = pairs * rows.div_ceil(ROWS);
+        let values = gpu.buffer("hidden values of a token's experts", (4 * pairs * rows) as u64)?;
+        let post = gpu.buffer("sums of gates and ups", (4 * meetings * MEETING) as u64)?;
+        // 64 words that are empty, and a count.
+        let mut words = vec![u32::MAX; meetings * MEETING];
+        words.chunks_exact_mut(MEETING).for_each(|words| words[MEETING - 1] = 0);
+        gpu.write(&post, 0, bytemuck::cast_slice(&words));
+        Ok(Self { values, post })
+    }
+}
+
 /// The hidden values by place in the work list, in the form that down needs.
 #[derive(Clone, Debug)]
 pub enum Hidden {
-    /// int8 in down's groups; and f32 of a lone token's pairs, which down quantises itself.
-    Coded(CodedPlane, Slice),
+    /// int8 in down's groups; and what a lone token's pairs have in its place.
+    Coded(CodedPlane, Lone),
     /// `[pairs, d_expert]` f32.
     Float(Slice),
 }
@@ -131,9 +156,8 @@ impl Hidden {
     pub fn new(gpu: &Gpu, layout: &ExpertLayout, pairs: usize) -> Result<Self, GpuError> {
         match layout.tiles(2) {
             Some(down) => {
-                let lone = (4 * pairs.min(LONE_PAIRS) * layout.d_expert()) as u64;
-                let lone = gpu.buffer("hidden values of a token's experts", lone)?;
-                Ok(Self::Coded(CodedPlane::new(gpu, pairs, layout.d_expert(), down.group())?, lone))
+                let plane = CodedPlane::new(gpu, pairs, layout.d_expert(), down.group())?;
+                Ok(Self::Coded(plane, Lone::new(gpu, layout, pairs)?))
             }
             None => {
                 let bytes = (4 * pairs * layout.d_expert()) as u64;
@@ -351,17 +375,18 @@ impl GateUp {
         let words = [rows, groups as u32, gate, up, slot, plane.groups() as u32];
         let blocks = rows.div_ceil(ROWS as u32);
         let lone = match hidden {
-            Hidden::Coded(_, values) if layout.is_lone(gpu, list.top_k) => {
-                let cut = Cut::new(gpu, uniform, 1, Tuning::of_pair(2 * groups, 1));
-                let (mut constants, core) = cut.core(encoding, 2, Repeated::on(gpu)?);
+            Hidden::Coded(_, Lone { values, post }) if layout.is_lone(gpu, list.top_k) => {
+                let all = 2 * layout.d_expert().div_ceil(ROWS) * TIMES;
+                let cut = Cut::new(gpu, uniform, 1, Tuning::of(all, groups, 1));
+                let (mut constants, core) = cut.core(encoding, 1, Repeated::on(gpu)?);
                 constants.extend([("GROUP", 64), ("TEAM", 4), ("TOP_K", list.top_k as u32), ("LIST", 3)]);
                 let parts = [QUANTISE, &core, LIST, GLU, include_str!("wgsl/experts_gate_up_lone.wgsl")];
                 let kernel = gpu.kernel(&Shader {
                     name: "experts' gate and up, one token",
                     source: source(gpu, &constants, &parts)?.into(),
-                    bindings: &bindings[..6],
+                    bindings: &bindings,
                 })?;
-                let buffers = [slots, &x.codes, &x.cells, &list.entries, &list.pairs, values];
+                let buffers = [slots, &x.codes, &x.cells, &list.entries, &list.pairs, values, post];
                 Some((gpu.bind(&kernel, &buffers)?, [rows, groups as u32, gate, up, slot]))
             }
             _ => None,
@@ -426,7 +451,7 @@ impl GateUp {
         let entries = most_entries(&self.layout, &self.list, tokens);
         match &self.how {
             How::Fused { lone: Some((op, words)), blocks, .. } if tokens == 1 => {
-                step.run(op, words, [*blocks, entries, 1]);
+                step.run(op, words, [2 * *blocks, entries, 1]);
             }
             How::Fused { passes, words, blocks, part, .. } => {
                 step.run(&passes[pass_of(tokens)], words, [blocks.div_ceil(*part), entries, 1]);
@@ -507,8 +532,8 @@ impl Down {
             (Some(down), hidden) => {
                 let plane = coded_hidden(layout, down, hidden, list.most_pairs());
                 match hidden {
-                    Hidden::Coded(_, values) if layout.is_lone(gpu, list.top_k) => {
-                        X::Coded(plane, Some(values))
+                    Hidden::Coded(_, lone) if layout.is_lone(gpu, list.top_k) => {
+                        X::Coded(plane, Some(&lone.values))
                     }
                     _ => X::Coded(plane, None),
                 }

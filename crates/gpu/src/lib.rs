@@ -31,7 +31,7 @@ pub use attention::{Attention, AttentionHeads, AttentionOutputs, AttentionScratc
 pub use coded::{CodedMatmul, Columns, ExactMatmul, Tuning, Weights};
 pub use device::{DeviceFacts, DeviceKind, Gpu, Software, devices};
 pub use error::GpuError;
-pub use experts::{Down, ExpertInput, ExpertLayout, GateUp, Hidden};
+pub use experts::{Down, ExpertInput, ExpertLayout, GateUp, Hidden, Lone};
 pub use float::FloatMatmul;
 pub use import::{Keep, Segments};
 pub use memory::{Arena, Fork, Slice};
