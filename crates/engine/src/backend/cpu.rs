@@ -15,7 +15,7 @@ use smoe_store::Lease;
 
 use crate::EngineError;
 use crate::backend::{Backend, ExpertObserver, ExpertSeen, HEAD_ROWS, Row, SharedObserver};
-use crate::kv::{self, BLOCK, KvCache};
+use crate::kv::{self, BLOCK, KvCache, PlaneGeometry};
 use crate::plan::Plan;
 use crate::rope::RopeTable;
 use crate::routes::Routes;
@@ -476,8 +476,10 @@ impl CpuBackend {
             for head in 0..a.n_kv_heads {
                 let at = t * a.n_kv_heads + head;
                 let key = &k[at * key_dim..(at + 1) * key_dim];
-                let value = v.get(at * head_dim..(at + 1) * head_dim).unwrap_or_default();
-                kv.append(context.kernels, layer, *row, head, key, value);
+                kv.append(context.kernels, layer, *row, (kv::Plane::Keys, head), key);
+                if let Some(value) = v.get(at * head_dim..(at + 1) * head_dim) {
+                    kv.append(context.kernels, layer, *row, (kv::Plane::Values, head), value);
+                }
             }
         }
     }
@@ -491,16 +493,18 @@ impl CpuBackend {
         let weights = &context.weights.layers[layer];
         let window = context.spec.window(layer);
         let (bytes, geometry) = kv.memory();
+        let Some(keys) = geometry.plane(layer, kv::Plane::Keys) else { return };
+        let values = geometry.plane(layer, kv::Plane::Values).unwrap_or(keys);
         let sight = |t: usize, head: usize| {
-            let plane = |plane| KvPlane {
+            let plane = |plane: PlaneGeometry| KvPlane {
                 ty: kv.kv_type(),
                 bytes,
-                row_bytes: geometry.row_bytes,
+                row_bytes: plane.row_bytes,
                 block_stride: geometry.block_stride,
-                head_offset: geometry.head(layer, plane, head),
+                head_offset: plane.head(head),
             };
             let table = kv.blocks(rows[t].seq);
-            let (keys, values) = (plane(kv::Plane::Keys), plane(kv::Plane::Values));
+            let (keys, values) = (plane(keys), plane(values));
             let end = rows[t].position as usize + 1;
             Sight {
                 blocks: KvBlocks { keys, values, table, block_positions: BLOCK },
