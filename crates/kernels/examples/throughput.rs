@@ -339,7 +339,7 @@ fn bench_attention(kernels: Kernels, ty: KvType, passes: usize) {
                     head_offset: head * block * row_bytes,
                 };
                 let blocks = KvBlocks { keys: plane, values: plane, table: &table, block_positions: block };
-                Sight { blocks, visible: 0..context - tokens + 1 + t }
+                Sight { blocks, visible: 0..context - tokens + 1 + t, chosen: None }
             };
             let mut scratch = AttentionScratch::new(threads, head_dim, head_dim, context);
             let mut out = vec![0.0; tokens * width];

@@ -51,16 +51,19 @@ pub enum Plane {
     Keys = 0,
     /// Values; a latent has none of its own, they are the beginnings of its keys.
     Values = 1,
+    /// Keys of the indexer of sparse attention.
+    IndexKeys = 2,
 }
 
 /// As many kinds of planes are there.
-const PLANES: usize = 2;
+const PLANES: usize = 3;
 
 /// Heads of each plane that a layer keeps in pages, and bytes of a position of a head.
 fn planes_of(spec: &ModelSpec, kv_type: KvType, _layer: usize) -> [Option<(usize, usize)>; PLANES] {
     let a = &spec.attention;
     let heads = (a.n_kv_heads, kv_type.row_bytes(a.key_dim()));
-    [Some(heads), (a.kv_planes() > 1).then_some(heads)]
+    let index = a.indexer.map(|indexer| (1, kv_type.row_bytes(indexer.head_dim)));
+    [Some(heads), (a.kv_planes() > 1).then_some(heads), index]
 }
 
 /// Where a plane of a layer lies within a block: [`BLOCK`] positions of its first head, then of the next.

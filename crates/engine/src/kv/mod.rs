@@ -8,6 +8,7 @@
 //! ```text
 //! memory = block 0 | block 1 | ...
 //! block  = layer 0: keys, values | layer 1: keys, values | ...       keys = KV head 0: position 0, 1, ... | head 1 | ...
+//!          (a latent: keys only; behind them the keys of an indexer)
 //! ```
 //!
 //! A block that is shared is never written: who goes on from the middle of one copies it first.
