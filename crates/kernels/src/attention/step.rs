@@ -7,6 +7,7 @@ use super::tile::{scratch_len, tile_tokens};
 use super::{KvBlocks, KvPlane};
 use crate::matmul::FORK;
 use crate::output::Shared;
+use crate::simd::LANES;
 use crate::{Kernels, Pool};
 
 /// The heads of a layer's attention.
@@ -159,10 +160,16 @@ pub fn attend<'a>(
     assert!(sinks.is_none_or(|sinks| sinks.len() == n_kv_heads * per_kv), "one sink per query head");
     let at_once = tile_tokens(per_kv);
     let tiles = tokens.div_ceil(at_once);
+    // Few tokens of many heads that share one (a latent's) are cut between heads too: as many as a token by itself
+    // takes at once.
+    let piece = if n_kv_heads * tiles < pool.threads() { LANES.min(per_kv) } else { per_kv };
+    let pieces = per_kv.div_ceil(piece);
     let (out, scratch) = (Shared::new(out), &*scratch);
     // One head after the other: its rows stay in a thread's cache from tile to tile.
     let work = |task: usize| {
-        let (head, tile) = (task / tiles, task % tiles);
+        let (head, tile, first_query) = (task / pieces / tiles, task / pieces % tiles, task % pieces * piece);
+        let n_q = piece.min(per_kv - first_query);
+        let first_query = head * per_kv + first_query;
         let end = tokens.min((tile + 1) * at_once);
         let mut buffer = scratch.free();
         let mut first = tile * at_once;
@@ -177,7 +184,7 @@ pub fn attend<'a>(
                 }
                 (last, next) = (after, next + 1);
             }
-            let columns = head * per_kv * value_dim..(head + 1) * per_kv * value_dim;
+            let columns = first_query * value_dim..(first_query + n_q) * value_dim;
             // SAFETY: each task has its own tokens' own columns.
             let mut out = unsafe { out.shard(first * width, next - first, width, columns) };
             let Buffer { floats, rows } = &mut *buffer;
@@ -186,14 +193,14 @@ pub fn attend<'a>(
                 None => (seen.blocks, seen.visible),
             };
             kernels.attention_block(
-                &queries[first * query_width + head * per_kv * head_dim..],
+                &queries[first * query_width + first_query * head_dim..],
                 query_width,
-                per_kv,
+                n_q,
                 head_dim,
                 blocks,
                 visible,
                 scale,
-                sinks.map(|sinks| &sinks[head * per_kv..(head + 1) * per_kv]),
+                sinks.map(|sinks| &sinks[first_query..first_query + n_q]),
                 floats,
                 &mut out,
             );
@@ -202,8 +209,8 @@ pub fn attend<'a>(
     };
     let positions = sight(tokens.saturating_sub(1), 0).visible.len();
     if positions * tokens * n_kv_heads * per_kv * (head_dim + value_dim) < FORK {
-        (0..n_kv_heads * tiles).for_each(work);
+        (0..n_kv_heads * tiles * pieces).for_each(work);
     } else {
-        pool.run(n_kv_heads * tiles, &work);
+        pool.run(n_kv_heads * tiles * pieces, &work);
     }
 }

@@ -278,6 +278,44 @@ fn a_step_of_several_sessions_is_each_token_alone() {
 }
 
 #[test]
+fn heads_that_share_a_row_are_the_same_on_any_number_of_threads() {
+    let (n_q, dims) = (40, [48, 32]);
+    let mut rows = Random(12);
+    let cache = Cache::new(KvType::F16, [200, 16, 1], dims, &mut |_, dim| rows.values(dim, 2.0));
+    for tokens in [1, 2, 5] {
+        let queries = Random(13).values(tokens * n_q * dims[0], 3.0);
+        let sinks = Random(14).values(n_q, 3.0);
+        let first = 200 - tokens;
+        let expected = {
+            let visible = 0..first + 1;
+            by_tokens(&cache, 0, &queries, n_q * dims[0], n_q, visible, tokens, Some(&sinks))
+        };
+        let sight = |t: usize, head: usize| Sight {
+            blocks: cache.head(head),
+            visible: 0..first + t + 1,
+            chosen: None,
+        };
+        let shape = AttentionHeads {
+            n_kv_heads: 1,
+            per_kv: n_q,
+            head_dim: dims[0],
+            value_dim: dims[1],
+            scale: 0.3,
+            sinks: Some(&sinks),
+        };
+        for kernels in Kernels::available() {
+            for threads in [1, 2, 3, 9] {
+                let pool = Pool::new(threads, false);
+                let mut scratch = AttentionScratch::new(threads, dims[0], dims[1], 200);
+                let mut out = vec![f32::NAN; expected.len()];
+                attend(&pool, kernels, &shape, &queries, &sight, &mut scratch, &mut out);
+                assert_eq!(bits(&out), bits(&expected), "{kernels:?}, {tokens} tokens, {threads} threads");
+            }
+        }
+    }
+}
+
+#[test]
 fn wrong_shapes_of_a_block_panic() {
     let cache = Cache::new(KvType::F16, [40, 8, 1], [16, 16], &mut |_, dim| vec![0.5; dim]);
     // Lengths of queries, scratch and a token's outputs, and what the first of four tokens sees.
