@@ -15,7 +15,7 @@ use super::{KvRun, KvType, Sight, check_heads};
 
 /// Tokens whose scores are kept at once: bounds the memory of a prefill, and spreads choosing over threads.
 const TOKENS: usize = 16;
-/// Positions of a task that scores. A multiple of any cache's blocks, so that a block is of one task.
+/// Positions of a task that scores; a multiple of the cache's blocks, so that no block is of two tasks.
 const SPAN: usize = 512;
 
 /// Index scores of a token for a run of keys.
