@@ -170,7 +170,7 @@ impl Plan {
         let kv_bytes = |context: usize| KvCache::bytes(spec, kv, context * kv_contexts);
         let activation_bytes = |chunk: usize, context: usize| {
             let per_session = Sampler::bytes(spec.vocab_size) + 4 * spec.vocab_size as u64;
-            CpuBackend::activation_bytes(spec, subject.groups, chunk, context, threads)
+            CpuBackend::activation_bytes(spec, subject.groups, kv, chunk, context, threads)
                 + RopeTable::bytes(spec.rope_dim(), context)
                 + sessions as u64 * per_session
         };

@@ -61,6 +61,7 @@ pub enum LayerFfn {
 }
 
 /// What makes queries, and what is remembered, of a token.
+#[allow(clippy::large_enum_variant, reason = "one a layer, and all of one kind")]
 #[derive(Clone, Debug)]
 pub enum Projections {
     /// Heads of their own.
@@ -90,7 +91,24 @@ pub enum Projections {
         k_up: Tensor,
         /// `[n_heads * value_dim, kv_rank]`.
         v_up: Tensor,
+        /// What chooses the positions that are seen.
+        indexer: Option<Indexer>,
     },
+}
+
+/// The indexer of sparse attention.
+#[derive(Clone, Debug)]
+pub struct Indexer {
+    /// `[n_heads * head_dim, q_rank]`, of its own heads.
+    pub q: Tensor,
+    /// `[head_dim, d_model]`.
+    pub k: Tensor,
+    /// `[head_dim]`.
+    pub k_norm: Vec<f32>,
+    /// `[head_dim]`.
+    pub k_norm_bias: Vec<f32>,
+    /// `[n_heads, d_model]`.
+    pub weights: Tensor,
 }
 
 /// A layer's resident weights.
@@ -178,8 +196,15 @@ impl Weights {
                     [q_down.as_ref().map(|(down, _)| down), Some(q), Some(kv_down), Some(k_up), Some(v_up)]
                 }
             };
+            let indexer = match &layer.projections {
+                Projections::Latent { indexer: Some(Indexer { q, k, weights, .. }), .. } => {
+                    Some([q, k, weights])
+                }
+                _ => None,
+            };
+            let projections = projections.into_iter().flatten().chain(indexer.into_iter().flatten());
             let ffn = ffn.into_iter().flatten();
-            projections.into_iter().flatten().chain([&layer.o]).chain(router).chain(scale).chain(ffn)
+            projections.chain([&layer.o]).chain(router).chain(scale).chain(ffn)
         });
         [&self.embed, &self.head].into_iter().chain(layers)
     }
@@ -246,6 +271,15 @@ impl Source<'_> {
                 kv_norm: vector(P::KvDownNorm)?,
                 k_up: matrix(P::KUp)?,
                 v_up: matrix(P::VUp)?,
+                indexer: if_so(a.indexer.is_some(), || {
+                    Ok(Indexer {
+                        q: matrix(P::IndexQ)?,
+                        k: matrix(P::IndexK)?,
+                        k_norm: vector(P::IndexKNorm)?,
+                        k_norm_bias: vector(P::IndexKNormBias)?,
+                        weights: matrix(P::IndexWeights)?,
+                    })
+                })?,
             },
         };
         let biases = [P::ExpertGateBias, P::ExpertUpBias, P::ExpertDownBias];

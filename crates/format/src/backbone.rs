@@ -66,6 +66,16 @@ pub enum LayerPart {
     KUp,
     /// `[n_heads * value_dim, kv_rank]`: head by head, from the latent to a value.
     VUp,
+    /// `[indexer.n_heads * indexer.head_dim, q_rank]`: the indexer's queries.
+    IndexQ,
+    /// `[indexer.head_dim, d_model]`: its key.
+    IndexK,
+    /// `[indexer.head_dim]`, of the key.
+    IndexKNorm,
+    /// `[indexer.head_dim]`, of that norm.
+    IndexKNormBias,
+    /// `[indexer.n_heads, d_model]`: the weights of its heads.
+    IndexWeights,
     /// `[d_model]`, before the feed-forward part.
     FfnNorm,
     /// `[n_experts, d_model]`.
@@ -114,6 +124,10 @@ impl BackboneTensor {
             push(true, &[P::Q]);
             push(latent.is_some(), &[P::KvDown, P::KvDownNorm, P::KUp, P::VUp]);
             push(latent.is_none(), &[P::K, P::V]);
+            push(
+                a.indexer.is_some(),
+                &[P::IndexQ, P::IndexK, P::IndexKNorm, P::IndexKNormBias, P::IndexWeights],
+            );
             push(true, &[P::O]);
             push(a.qkv_bias, &[P::QBias, P::KBias, P::VBias]);
             push(a.o_bias, &[P::OBias]);
@@ -153,6 +167,7 @@ impl BackboneTensor {
         };
         // What is not of the model has no shape.
         let (q_rank, kv_rank, rope_dim) = a.latent.map_or((0, 0, 0), |l| (l.q_rank, l.kv_rank, l.rope_dim));
+        let (index_heads, index_dim) = a.indexer.map_or((0, 0), |i| (i.n_heads, i.head_dim));
         match part {
             P::AttnNorm | P::FfnNorm | P::OBias => (1, d),
             P::Q => (heads, if q_rank > 0 { q_rank } else { d }),
@@ -169,6 +184,10 @@ impl BackboneTensor {
             P::KvDownNorm => (1, kv_rank),
             P::KUp => (a.n_heads * kv_rank, a.head_dim - rope_dim),
             P::VUp => (a.n_heads * a.value_dim(), kv_rank),
+            P::IndexQ => (index_heads * index_dim, q_rank),
+            P::IndexK => (index_dim, d),
+            P::IndexKNorm | P::IndexKNormBias => (1, index_dim),
+            P::IndexWeights => (index_heads, d),
             P::Router => (moe.n_experts, d),
             P::RouterBias | P::Correction => (1, moe.n_experts),
             P::Gate | P::Up => (dense, d),
@@ -188,14 +207,17 @@ impl BackboneTensor {
         let Self::Layer(_, part) = self else { return self == Self::FinalNorm };
         match part {
             P::AttnNorm | P::FfnNorm | P::QNorm | P::KNorm | P::QDownNorm | P::KvDownNorm => true,
+            P::IndexKNorm | P::IndexKNormBias => true,
             P::QBias | P::KBias | P::VBias | P::OBias | P::Sinks | P::RouterBias | P::Correction => true,
             P::Q | P::K | P::V | P::O | P::QDown | P::KvDown | P::KUp | P::VUp => false,
             P::Router | P::Gate | P::Up | P::Down | P::SharedGate | P::SharedUp | P::SharedDown => false,
             P::SharedScale | P::ExpertGateBias | P::ExpertUpBias | P::ExpertDownBias => false,
+            P::IndexQ | P::IndexK | P::IndexWeights => false,
         }
     }
 
-    /// May be coded. Norms, biases and routers are not: they are small, and routing must be the model's own.
+    /// May be coded. Norms, biases, routers and the weights of an indexer's heads are not: they are small, and choices
+    /// must be the model's own.
     #[must_use]
     pub fn may_be_coded(self) -> bool {
         use LayerPart as P;
@@ -203,7 +225,12 @@ impl BackboneTensor {
             self,
             Self::Layer(
                 _,
-                P::Router | P::SharedScale | P::ExpertGateBias | P::ExpertUpBias | P::ExpertDownBias
+                P::Router
+                    | P::IndexWeights
+                    | P::SharedScale
+                    | P::ExpertGateBias
+                    | P::ExpertUpBias
+                    | P::ExpertDownBias
             )
         );
         !self.is_vector() && !is_kept
@@ -237,6 +264,11 @@ impl fmt::Display for BackboneTensor {
                     LayerPart::KvDownNorm => "kv_down_norm",
                     LayerPart::KUp => "k_up",
                     LayerPart::VUp => "v_up",
+                    LayerPart::IndexQ => "index_q",
+                    LayerPart::IndexK => "index_k",
+                    LayerPart::IndexKNorm => "index_k_norm",
+                    LayerPart::IndexKNormBias => "index_k_norm_bias",
+                    LayerPart::IndexWeights => "index_weights",
                     LayerPart::FfnNorm => "ffn_norm",
                     LayerPart::Router => "router",
                     LayerPart::RouterBias => "router_bias",

@@ -53,6 +53,11 @@ pub const fn checkpoint_part(part: LayerPart) -> &'static str {
         LayerPart::KvDownNorm => "self_attn.kv_a_layernorm.weight",
         // One tensor has both, head by head.
         LayerPart::KUp | LayerPart::VUp => "self_attn.kv_b_proj.weight",
+        LayerPart::IndexQ => "self_attn.indexer.wq_b.weight",
+        LayerPart::IndexK => "self_attn.indexer.wk.weight",
+        LayerPart::IndexKNorm => "self_attn.indexer.k_norm.weight",
+        LayerPart::IndexKNormBias => "self_attn.indexer.k_norm.bias",
+        LayerPart::IndexWeights => "self_attn.indexer.weights_proj.weight",
         LayerPart::FfnNorm => "post_attention_layernorm.weight",
         LayerPart::Router => "mlp.gate.weight",
         LayerPart::RouterBias => "mlp.gate.bias",

@@ -116,6 +116,9 @@ pub struct AttentionSpec {
     /// Keys and values come from a latent.
     #[serde(default, skip_serializing_if = "is_default")]
     pub latent: Option<LatentSpec>,
+    /// An indexer chooses the positions that a token sees; it needs a latent of queries.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub indexer: Option<IndexerSpec>,
 }
 
 impl Default for AttentionSpec {
@@ -131,6 +134,7 @@ impl Default for AttentionSpec {
             sinks: false,
             score_scale: 1.0,
             latent: None,
+            indexer: None,
         }
     }
 }
@@ -184,6 +188,25 @@ pub struct LatentSpec {
     /// Width of a head's value.
     pub value_dim: usize,
     /// Epsilon of the latents' RMSNorms.
+    pub norm_eps: f32,
+}
+
+/// The indexer of sparse attention (DeepSeek-V3.2, 2025): of the positions that a token would see, its attention sees
+/// the `top_k` of the largest index scores, and of equal ones the earlier. An index score is the sum over the
+/// indexer's heads of `weight * relu(query . key)`; all heads have one key, which is remembered beside the latent.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct IndexerSpec {
+    /// Heads of its queries.
+    pub n_heads: usize,
+    /// Width of a head and of the key; their first `rope_dim` elements, as many as of a latent's, are rotated.
+    pub head_dim: usize,
+    /// Positions that are seen.
+    pub top_k: usize,
+    /// Neighbours are a pair of what is rotated, whatever they are in attention.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub interleaved: bool,
+    /// Epsilon of the key's LayerNorm.
     pub norm_eps: f32,
 }
 
@@ -431,6 +454,7 @@ impl ModelSpec {
         }
         let positive = |x: f64| x.is_finite() && x > 0.0;
         self.validate_latent()?;
+        self.validate_indexer()?;
         if let Some(GroupSpec { n, top, .. }) = self.moe.groups {
             let (experts, top_k) = (self.moe.n_experts, self.moe.top_k);
             let fits = n > 0 && experts.is_multiple_of(n) && (1..=n).contains(&top);
@@ -467,6 +491,29 @@ impl ModelSpec {
             } if [factor, beta_fast, beta_slow, attention_factor].into_iter().all(positive)
                 && original_context > 0 => {}
             _ => return fail("RoPE scaling has a parameter that is not positive".to_owned()),
+        }
+        Ok(())
+    }
+
+    fn validate_indexer(&self) -> Result<(), FormatError> {
+        let Some(indexer) = self.attention.indexer else { return Ok(()) };
+        let fail = |what: &str| Err(FormatError::Config { what: format!("an indexer {what}") });
+        let Some(latent) = self.attention.latent.filter(|latent| latent.q_rank > 0) else {
+            return fail("needs a latent of queries");
+        };
+        let IndexerSpec { n_heads, head_dim, top_k, norm_eps, .. } = indexer;
+        let sizes = [n_heads, head_dim, top_k, n_heads.saturating_mul(head_dim)];
+        if !sizes.iter().all(|n| (1..=MAX_WIDTH).contains(n)) {
+            return fail("is empty or too wide");
+        }
+        if head_dim < latent.rope_dim {
+            return fail("rotates more than a head of it has");
+        }
+        if !(norm_eps.is_finite() && norm_eps > 0.0) {
+            return fail("needs a positive epsilon");
+        }
+        if !self.windows.is_empty() {
+            return fail("chooses from all positions, not from a window");
         }
         Ok(())
     }

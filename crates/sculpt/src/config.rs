@@ -6,11 +6,12 @@
 use serde_json::{Map, Value};
 use smoe_format::ModelSpec;
 use smoe_format::spec::{
-    Activation, AttentionSpec, FfnKind, GroupSpec, LatentSpec, MoeSpec, Multipliers, RopeScaling, RopeSpec,
+    Activation, AttentionSpec, FfnKind, GroupSpec, IndexerSpec, LatentSpec, MoeSpec, Multipliers,
+    RopeScaling, RopeSpec,
 };
 
 use crate::error::{SculptError, Warning};
-use crate::family::{Bias, Dense, Expert, Family, Norm, QkNorm, Rotary, Shared};
+use crate::family::{Bias, Dense, Expert, Family, Indexer, Norm, QkNorm, Rotary, Shared};
 
 /// The model that a `config.json` describes, and what was odd about it.
 ///
@@ -160,8 +161,15 @@ impl<'a> Keys<'a> {
                 norm_eps: 1e-6,
             };
             let head_dim = self.size("qk_nope_head_dim")? + rope_dim;
-            let latent = Some(latent);
-            return Ok(AttentionSpec { n_heads, n_kv_heads: 1, head_dim, latent, ..Default::default() });
+            let (latent, indexer) = (Some(latent), self.indexer(family)?);
+            return Ok(AttentionSpec {
+                n_heads,
+                n_kv_heads: 1,
+                head_dim,
+                latent,
+                indexer,
+                ..Default::default()
+            });
         }
         let head_dim = match self.optional_size("head_dim")? {
             Some(n) => n,
@@ -190,6 +198,45 @@ impl<'a> Keys<'a> {
             sinks: family.sinks,
             ..AttentionSpec::default()
         })
+    }
+
+    /// What chooses the positions that attention sees. A key about it that is not known may be another way of choosing.
+    fn indexer(&self, family: &Family) -> Result<Option<IndexerSpec>, SculptError> {
+        const KNOWN: [&str; 8] = [
+            "index_n_heads",
+            "index_head_dim",
+            "index_topk",
+            "index_topk_freq",
+            "index_topk_pattern",
+            // Which layers have none, if not every layer has one.
+            "index_skip_topk_offset",
+            "indexer_types",
+            "indexer_rope_interleave",
+        ];
+        let Some(rotated) = family.indexer else { return Ok(None) };
+        let keys = self.config.as_object().into_iter().flat_map(Map::keys);
+        for key in keys.filter(|key| key.starts_with("index") && !KNOWN.contains(&key.as_str())) {
+            if let Some(value) = self.get(key) {
+                return Err(bad(key, Some(value), "missing: this build does not know such an indexer"));
+            }
+        }
+        let interleaved = rotated == Indexer::Neighbours;
+        if self.flag("indexer_rope_interleave", interleaved)? != interleaved {
+            let found = self.get("indexer_rope_interleave");
+            return Err(bad(
+                "indexer_rope_interleave",
+                found,
+                format!("{interleaved} for {}", family.model_type),
+            ));
+        }
+        Ok(Some(IndexerSpec {
+            n_heads: self.size("index_n_heads")?,
+            head_dim: self.size("index_head_dim")?,
+            top_k: self.size("index_topk")?,
+            interleaved,
+            // The reference's norm does not ask the config.
+            norm_eps: 1e-6,
+        }))
     }
 
     fn moe(&mut self, family: &Family) -> Result<MoeSpec, SculptError> {
@@ -295,7 +342,7 @@ impl<'a> Keys<'a> {
         Ok(n)
     }
 
-    fn layers(&self, family: &Family, n_layers: usize) -> Result<Vec<FfnKind>, SculptError> {
+    fn layers(&mut self, family: &Family, n_layers: usize) -> Result<Vec<FfnKind>, SculptError> {
         if n_layers > 4096 {
             return Err(bad("num_hidden_layers", self.get("num_hidden_layers"), "at most 4096"));
         }
@@ -305,6 +352,23 @@ impl<'a> Keys<'a> {
                 let first = self.optional_size("first_k_dense_replace")?.unwrap_or(0);
                 (0..n_layers).map(|layer| layer < first).collect()
             }
+            Dense::Types(default) => match self.get("mlp_layer_types") {
+                None => {
+                    let first = self.optional_size("first_k_dense_replace")?;
+                    let first = first.unwrap_or_else(|| self.default("first_k_dense_replace", default));
+                    (0..n_layers).map(|layer| layer < first).collect()
+                }
+                found @ Some(value) => {
+                    let rule = || bad("mlp_layer_types", found, "\"dense\" or \"sparse\" for each layer");
+                    let kinds = value.as_array().filter(|kinds| kinds.len() == n_layers).ok_or_else(rule)?;
+                    let is_dense = |kind: &Value| match kind.as_str() {
+                        Some("dense") => Ok(true),
+                        Some("sparse") => Ok(false),
+                        _ => Err(rule()),
+                    };
+                    kinds.iter().map(is_dense).collect::<Result<_, _>>()?
+                }
+            },
             Dense::Outside => {
                 let first = self.optional_size("moe_layer_start_index")?.unwrap_or(1);
                 let last = match self.get("moe_layer_end_index") {

@@ -20,6 +20,8 @@ pub(crate) struct Family {
     pub bias: Bias,
     /// Keys and values come from a latent.
     pub latent: bool,
+    /// An indexer chooses what attention sees.
+    pub indexer: Option<Indexer>,
     /// Each head has an attention sink.
     pub sinks: bool,
     /// `layer_types` says which layers see `sliding_window` positions only.
@@ -113,6 +115,14 @@ pub(crate) enum Expert {
     ClampedWithBiases,
 }
 
+/// How the indexer of sparse attention rotates its heads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Indexer {
+    /// Each element with the one half a width away.
+    Halves,
+    Neighbours,
+}
+
 /// The expert that every token visits.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Shared {
@@ -132,6 +142,8 @@ pub(crate) enum Dense {
     SparseStep,
     /// The first `first_k_dense_replace` layers.
     FirstK,
+    /// Those that `mlp_layer_types` calls `dense`; where it is silent the first `first_k_dense_replace`, or so many.
+    Types(usize),
     /// Those outside of `moe_layer_start_index` to `moe_layer_end_index`, and inside all but each
     /// `moe_layer_interval`-th of the model.
     Outside,
@@ -212,6 +224,15 @@ fn is_softmax(v: &Value) -> bool {
 fn is_sigmoid(v: &Value) -> bool {
     v == "sigmoid"
 }
+fn is_indexed_attention(v: &Value) -> bool {
+    v.as_array().is_some_and(|layers| layers.iter().all(|layer| layer == "indexed_attention"))
+}
+fn are_full(v: &Value) -> bool {
+    v.as_array().is_some_and(|layers| layers.iter().all(|layer| layer == "full"))
+}
+fn is_full_pattern(v: &Value) -> bool {
+    are_full(v) || v.as_str().is_some_and(|pattern| pattern.bytes().all(|layer| layer == b'F'))
+}
 fn are_ones(v: &Value) -> bool {
     v.as_array().is_some_and(|layers| layers.iter().all(is_one))
 }
@@ -248,7 +269,7 @@ impl Family {
         let own = |key: &str| match key {
             "attention_bias" => matches!(self.bias, Bias::Qkv(own, _) | Bias::All(own, _) if own == key),
             "partial_rotary_factor" => matches!(self.rotary, Rotary::Partial(_) | Rotary::Width(_)),
-            "layer_types" => self.windows,
+            "layer_types" => self.windows || self.indexer.is_some(),
             "embedding_multiplier" | "attention_multiplier" | "residual_multiplier" | "logits_scaling" => {
                 self.multipliers
             }
@@ -320,6 +341,7 @@ const LLAMA: Family = Family {
     qk_norm: QkNorm::None,
     bias: Bias::None,
     latent: false,
+    indexer: None,
     sinks: false,
     windows: false,
     multipliers: false,
@@ -356,6 +378,30 @@ const SIGMOID: Router = Router {
     norm_min: None,
     groups: Some(GroupScore::BestTwo),
     scale: true,
+};
+
+/// Latent attention over positions that an indexer chooses: DeepSeek-V3.2's.
+const SPARSE: Family = Family {
+    latent: true,
+    indexer: Some(Indexer::Halves),
+    router: SIGMOID,
+    n_experts: &["n_routed_experts"],
+    shared: Shared::Count("n_shared_experts"),
+    dense: Dense::Types(3),
+    rope: &["yarn"],
+    rotary: Rotary::Neighbours,
+    kv_heads_optional: true,
+    only: &[
+        only("layer_types", is_indexed_attention, "\"indexed_attention\" in every layer"),
+        only("rope_interleave", is_true, "true (neighbours are rotated)"),
+        only("moe_layer_freq", is_one, "1"),
+        only("scoring_func", is_sigmoid, "\"sigmoid\""),
+        only("topk_method", |v| v == "noaux_tc", "\"noaux_tc\""),
+        only("indexer_types", are_full, "\"full\" in every layer (each with an indexer of its own)"),
+        only("index_topk_freq", is_one, "1 (each layer with an indexer of its own)"),
+        only("index_topk_pattern", is_full_pattern, "all F (each layer with an indexer of its own)"),
+    ],
+    ..LLAMA
 };
 
 /// Mixtral's names, which others took over.
@@ -480,6 +526,13 @@ pub(crate) static FAMILIES: &[Family] = &[
             only("topk_method", |v| v == "noaux_tc", "\"noaux_tc\""),
         ],
         ..LLAMA
+    },
+    Family { model_type: "deepseek_v32", ..SPARSE },
+    Family {
+        model_type: "glm_moe_dsa",
+        indexer: Some(Indexer::Neighbours),
+        defaults: Defaults { eps: 1e-5, ..LLAMA.defaults },
+        ..SPARSE
     },
     // As in GPT-OSS, softmax is over the chosen logits. Experts are stacked, two tensors a layer.
     Family {

@@ -9,8 +9,8 @@ use std::path::{Path, PathBuf};
 
 use smoe_format::ModelSpec;
 use smoe_format::spec::{
-    Activation, AttentionSpec, FfnKind, GroupScore, GroupSpec, LatentSpec, MoeSpec, Multipliers, RopeScaling,
-    RopeSpec, RouterKind,
+    Activation, AttentionSpec, FfnKind, GroupScore, GroupSpec, IndexerSpec, LatentSpec, MoeSpec, Multipliers,
+    RopeScaling, RopeSpec, RouterKind,
 };
 
 /// The folder of shared fixtures: `$SMOE_SHARED`, else `shared` beside the repository. If it is absent, says
@@ -21,10 +21,10 @@ pub fn shared() -> Option<PathBuf> {
 }
 
 /// The fixtures that are in the repository.
-pub const OWN: [&str; 3] = ["granitemoe", "ernie4_5_moe", "minimax_m2"];
+pub const OWN: [&str; 5] = ["granitemoe", "ernie4_5_moe", "minimax_m2", "glm_moe_dsa", "deepseek_v32"];
 
 /// The families that have a checkpoint with goldens: a fixture.
-pub const FAMILIES: [&str; 13] = [
+pub const FAMILIES: [&str; 15] = [
     "qwen3_moe",
     "qwen3_moe_tied",
     "deepseek",
@@ -38,6 +38,8 @@ pub const FAMILIES: [&str; 13] = [
     "granitemoe",
     "ernie4_5_moe",
     "minimax_m2",
+    "glm_moe_dsa",
+    "deepseek_v32",
 ];
 
 /// The folder of a family's fixture; `None`, said aloud, if it is absent.
@@ -285,6 +287,52 @@ pub fn minimax_m2() -> ModelSpec {
     }
 }
 
+/// `fixtures/glm_moe_dsa`: latent attention over positions that an indexer chooses; neighbours rotated in both.
+#[must_use]
+pub fn glm_moe_dsa() -> ModelSpec {
+    let base = own(qwen3_moe());
+    let latent = LatentSpec { q_rank: 48, kv_rank: 64, rope_dim: 8, value_dim: 32, norm_eps: 1e-6 };
+    let indexer = IndexerSpec { n_heads: 16, head_dim: 16, top_k: 16, interleaved: true, norm_eps: 1e-6 };
+    ModelSpec {
+        model_type: "glm_moe_dsa".to_owned(),
+        attention: AttentionSpec {
+            n_kv_heads: 1,
+            head_dim: 32,
+            latent: Some(latent),
+            indexer: Some(indexer),
+            ..base.attention
+        },
+        rope: RopeSpec { theta: 1e6, interleaved: true, ..base.rope },
+        layers: vec![FfnKind::Dense(96), FfnKind::Moe, FfnKind::Moe],
+        moe: MoeSpec {
+            router: RouterKind::Sigmoid,
+            correction_bias: true,
+            d_shared: 32,
+            routed_scale: 2.5,
+            ..base.moe
+        },
+        ..base
+    }
+}
+
+/// `fixtures/deepseek_v32`: the indexer rotates halves, groups of experts, YaRN.
+#[must_use]
+pub fn deepseek_v32() -> ModelSpec {
+    let base = glm_moe_dsa();
+    let indexer = base.attention.indexer.map(|indexer| IndexerSpec { interleaved: false, ..indexer });
+    let mut scaling = yarn(4.0, 512);
+    let RopeScaling::Yarn { attention_factor, .. } = &mut scaling else { return base };
+    // Scores are scaled instead, by its square.
+    let mscale = std::mem::replace(attention_factor, 1.0);
+    ModelSpec {
+        model_type: "deepseek_v32".to_owned(),
+        attention: AttentionSpec { indexer, score_scale: mscale * mscale, ..base.attention },
+        rope: RopeSpec { theta: 1e4, scaling, ..base.rope },
+        moe: MoeSpec { groups: Some(GroupSpec { n: 4, top: 2, score: GroupScore::BestTwo }), ..base.moe },
+        ..base
+    }
+}
+
 /// The sizes of the fixtures in the repository.
 fn own(base: ModelSpec) -> ModelSpec {
     ModelSpec {
@@ -337,7 +385,7 @@ mod tests {
     #[test]
     fn the_specs_are_valid() {
         let new = [mixtral, olmoe, qwen2_moe, glm4_moe, gpt_oss, deepseek_v2, deepseek_v3].map(|spec| spec());
-        let own = [granitemoe, ernie4_5_moe, minimax_m2].map(|spec| spec());
+        let own = [granitemoe, ernie4_5_moe, minimax_m2, glm_moe_dsa, deepseek_v32].map(|spec| spec());
         let new = new.into_iter().chain(own);
         for spec in [qwen3_moe(), qwen3_moe_tied(), deepseek(), demo_model()].into_iter().chain(new) {
             spec.validate().expect("valid");

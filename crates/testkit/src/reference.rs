@@ -4,12 +4,14 @@
 //! whole context each time and no KV cache; experts in descending order; weights fetched anew from
 //! [`Weights`] and forgotten. Follows the published definitions of the Llama lineage: pre-norm residual
 //! blocks, RMSNorm (Zhang, Sennrich 2019), RoPE (Su et al. 2021), SwiGLU (Shazeer 2020), latent attention
-//! (DeepSeek-V2, 2024) without absorption.
+//! (DeepSeek-V2, 2024) without absorption, sparse attention (DeepSeek-V3.2, 2025) as a mask.
 
 use std::f64::consts::PI;
 
 use smoe_format::backbone::LayerPart;
-use smoe_format::spec::{Activation, FfnKind, GroupScore, LatentSpec, RopeScaling, RopeSpec, RouterKind};
+use smoe_format::spec::{
+    Activation, FfnKind, GroupScore, IndexerSpec, LatentSpec, RopeScaling, RopeSpec, RouterKind,
+};
 use smoe_format::{BackboneTensor, ExpertKey, ModelSpec, Projection};
 
 use crate::weights::Weights;
@@ -131,6 +133,8 @@ fn attention(
         Some(latent) => latent_heads(spec, &latent, part, inputs),
         None => heads(spec, part, inputs),
     };
+    let chosen =
+        a.indexer.zip(a.latent).map(|(indexer, latent)| chosen(spec, &indexer, &latent, part, inputs));
     let sinks = a.sinks.then(|| part(LayerPart::Sinks));
     let (wo, bias) = (part(LayerPart::O), a.o_bias.then(|| part(LayerPart::OBias)));
     let per_kv = a.n_heads / keys[0].len();
@@ -145,6 +149,14 @@ fn attention(
                 .iter()
                 .map(|k| dot(query, &k[kv_head]) / (a.head_dim as f64).sqrt() * a.score_scale)
                 .collect();
+            if let Some(chosen) = &chosen {
+                let hide = |(position, score): (usize, &mut f64)| {
+                    if !chosen[pos].contains(&position) {
+                        *score = f64::NEG_INFINITY;
+                    }
+                };
+                scores.iter_mut().enumerate().for_each(hide);
+            }
             // A sink is one more position, whose value is nothing.
             scores.extend(sinks.as_ref().map(|sinks| sinks[head]));
             let shares = softmax(&scores);
@@ -230,6 +242,51 @@ fn latent_heads(
         values.push(product(&v_up, &content).chunks(latent.value_dim).map(<[f64]>::to_vec).collect());
     }
     [queries, keys, values]
+}
+
+/// The positions that an indexer chooses for each position, the best first; all, where there are no more than it
+/// chooses.
+fn chosen(
+    spec: &ModelSpec,
+    indexer: &IndexerSpec,
+    latent: &LatentSpec,
+    part: &impl Fn(LayerPart) -> Vec<f64>,
+    inputs: &[Vec<f64>],
+) -> Vec<Vec<usize>> {
+    let [wq, wk, norm, norm_bias, weights, down, down_norm] = {
+        use LayerPart::{IndexK, IndexKNorm, IndexKNormBias, IndexQ, IndexWeights, QDown, QDownNorm};
+        [IndexQ, IndexK, IndexKNorm, IndexKNormBias, IndexWeights, QDown, QDownNorm].map(part)
+    };
+    let rope = Rope { interleaved: indexer.interleaved, ..Rope::new(spec) };
+    let width = indexer.head_dim as f64;
+    let key = |(pos, x): (usize, &Vec<f64>)| {
+        let x = product(&wk, x);
+        let mean = x.iter().rev().sum::<f64>() / width;
+        let centred: Vec<f64> = x.iter().map(|x| x - mean).collect();
+        // RMSNorm of what is centred.
+        let mut key = rms_norm(&centred, &norm, f64::from(indexer.norm_eps));
+        plus(&mut key, Some(&norm_bias));
+        rope.turn(&mut key[..latent.rope_dim], pos);
+        key
+    };
+    let keys: Vec<Vec<f64>> = inputs.iter().enumerate().map(key).collect();
+    let choose = |(pos, x): (usize, &Vec<f64>)| {
+        let low = rms_norm(&product(&down, x), &down_norm, f64::from(latent.norm_eps));
+        let mut queries: Vec<Vec<f64>> =
+            product(&wq, &low).chunks(indexer.head_dim).map(<[f64]>::to_vec).collect();
+        queries.iter_mut().for_each(|query| rope.turn(&mut query[..latent.rope_dim], pos));
+        let shares = product(&weights, x);
+        let score = |key: &Vec<f64>| -> f64 {
+            let of_head = |(query, share): (&Vec<f64>, &f64)| {
+                share / (indexer.n_heads as f64).sqrt() * (dot(query, key) / width.sqrt()).max(0.0)
+            };
+            queries.iter().zip(&shares).rev().map(of_head).sum()
+        };
+        let mut order = descending(&keys[..=pos].iter().map(score).collect::<Vec<_>>());
+        order.truncate(indexer.top_k);
+        order
+    };
+    inputs.iter().enumerate().map(choose).collect()
 }
 
 /// Routed experts, from the last to the first, and then the shared expert; notes logits and choice in `out`.

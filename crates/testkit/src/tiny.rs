@@ -12,8 +12,8 @@ use smoe_format::backbone::LayerPart as P;
 use smoe_format::half::{bf16_to_f32, f32_to_bf16, f32_to_f16};
 use smoe_format::original::checkpoint_name;
 use smoe_format::spec::{
-    Activation, AttentionSpec, FfnKind, GroupScore, GroupSpec, LatentSpec, MoeSpec, Multipliers, RopeScaling,
-    RopeSpec, RouterKind,
+    Activation, AttentionSpec, FfnKind, GroupScore, GroupSpec, IndexerSpec, LatentSpec, MoeSpec, Multipliers,
+    RopeScaling, RopeSpec, RouterKind,
 };
 use smoe_format::{BackboneTensor, Encoding, ExpertKey, ModelSpec, Projection};
 
@@ -161,6 +161,8 @@ impl TinyModel {
             Self::deepseek_v3,
             Self::granite,
             Self::ernie,
+            Self::glm_dsa,
+            Self::deepseek_v32,
         ];
         Self::all(seed).into_iter().chain(new.map(|model| model(seed))).collect()
     }
@@ -247,6 +249,28 @@ impl TinyModel {
         Self::new(spec, seed)
     }
 
+    /// As [`Self::deepseek_v3`] with an indexer that chooses fewer positions than a block of the cache has.
+    #[must_use]
+    pub fn glm_dsa(seed: u64) -> Self {
+        let mut spec = Self::deepseek_v3(seed).spec;
+        spec.model_type = "glm_moe_dsa".to_owned();
+        spec.attention.score_scale = 1.0;
+        spec.attention.indexer =
+            Some(IndexerSpec { n_heads: 12, head_dim: 20, top_k: 12, interleaved: true, norm_eps: 1e-6 });
+        spec.rope.scaling = RopeScaling::None;
+        Self::new(spec, seed)
+    }
+
+    /// As [`Self::glm_dsa`] with YaRN and halves rotated in the indexer, which chooses more than a block has.
+    #[must_use]
+    pub fn deepseek_v32(seed: u64) -> Self {
+        let mut spec = Self::deepseek_v3(seed).spec;
+        spec.model_type = "deepseek_v32".to_owned();
+        spec.attention.indexer =
+            Some(IndexerSpec { n_heads: 9, head_dim: 16, top_k: 40, interleaved: false, norm_eps: 1e-6 });
+        Self::new(spec, seed)
+    }
+
     /// Multipliers of embeddings, scores, residuals and logits.
     #[must_use]
     pub fn granite(seed: u64) -> Self {
@@ -297,6 +321,7 @@ impl TinyModel {
             BackboneTensor::Layer(_, P::QBias | P::KBias | P::VBias | P::OBias | P::RouterBias) => (0.0, 0.3),
             BackboneTensor::Layer(_, P::ExpertGateBias | P::ExpertUpBias | P::ExpertDownBias) => (0.0, 0.3),
             BackboneTensor::Layer(_, P::Sinks) => (0.0, 1.0),
+            BackboneTensor::Layer(_, P::IndexKNormBias) => (0.0, 0.3),
             BackboneTensor::Layer(_, P::Correction) => (0.0, 0.2),
             _ if tensor.is_vector() => (1.0, 0.1),
             BackboneTensor::Embed if !self.spec.tied_head => (0.0, 1.0),

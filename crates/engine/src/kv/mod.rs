@@ -8,6 +8,7 @@
 //! ```text
 //! memory = block 0 | block 1 | ...
 //! block  = layer 0: keys, values | layer 1: keys, values | ...       keys = KV head 0: position 0, 1, ... | head 1 | ...
+//!          (a latent: keys only; behind them the keys of an indexer)
 //! ```
 //!
 //! A block that is shared is never written: who goes on from the middle of one copies it first.
@@ -28,7 +29,7 @@ use smoe_store::{AlignedBuf, BlockFile, BlockFileError};
 
 use crate::EngineError;
 use crate::backend::Row;
-pub use geometry::{Geometry, LayerKv, Plane};
+pub use geometry::{Geometry, LayerKv, Plane, PlaneGeometry};
 use prefix::{Key, Node, Tokens, Tree};
 pub use spill::{Opened, SpillConfig};
 use spill::{QUEUE, Spill};
@@ -697,27 +698,24 @@ impl KvCache {
 
     /// Everything, and where things lie in it.
     #[must_use]
-    pub fn memory(&self) -> (&[u8], Geometry) {
-        (&self.memory, self.geometry)
+    pub fn memory(&self) -> (&[u8], &Geometry) {
+        (&self.memory, &self.geometry)
     }
 
-    /// Stores key and value of one position and KV head, whose block is reserved; of a latent the key is all.
+    /// Stores a head's row of one position, whose block is reserved; of a plane that the layer does not keep, nothing.
     pub fn append(
         &mut self,
         kernels: Kernels,
         layer: usize,
         row: Row,
-        head: usize,
-        key: &[f32],
-        value: &[f32],
+        (plane, head): (Plane, usize),
+        x: &[f32],
     ) {
-        let Geometry { block_stride, row_bytes, .. } = self.geometry;
+        let Some(plane) = self.geometry.plane(layer, plane) else { return };
         let block = self.blocks(row.seq)[row.position as usize / BLOCK] as usize;
-        let within = row.position as usize % BLOCK * row_bytes;
-        for (plane, x) in Plane::BOTH.into_iter().zip([key, value]).take(self.geometry.planes) {
-            let at = block * block_stride + self.geometry.head(layer, plane, head) + within;
-            kernels.store_kv_row(self.kv_type, x, &mut self.memory[at..at + row_bytes]);
-        }
+        let within = plane.head(head) + row.position as usize % BLOCK * plane.row_bytes;
+        let at = block * self.geometry.block_stride + within;
+        kernels.store_kv_row(self.kv_type, x, &mut self.memory[at..at + plane.row_bytes]);
     }
 }
 

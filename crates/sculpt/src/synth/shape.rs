@@ -4,7 +4,9 @@ use std::fs;
 use std::path::Path;
 
 use smoe_format::ModelSpec;
-use smoe_format::spec::{AttentionSpec, FfnKind, MoeSpec, Multipliers, RopeSpec, RouterKind};
+use smoe_format::spec::{
+    AttentionSpec, FfnKind, IndexerSpec, LatentSpec, MoeSpec, Multipliers, RopeSpec, RouterKind,
+};
 
 use crate::config::spec_from_config;
 use crate::error::{SculptError, Warning};
@@ -45,6 +47,8 @@ struct Published {
     norm_topk: bool,
     /// What the engine does not know, and the weights of that attention in a layer if it is of another kind.
     unknown: Option<(&'static str, Option<usize>)>,
+    /// What the fields above have no words for.
+    also: Option<fn(&mut ModelSpec)>,
 }
 
 /// Projections of multi-head latent attention (DeepSeek-V2, 2024) in a layer: width, heads, ranks of queries
@@ -73,6 +77,7 @@ static PUBLISHED: &[Published] = &[
         shared: 0,
         norm_topk: true,
         unknown: None,
+        also: None,
     },
     Published {
         name: "qwen3-235b-a22b",
@@ -89,6 +94,7 @@ static PUBLISHED: &[Published] = &[
         shared: 0,
         norm_topk: true,
         unknown: None,
+        also: None,
     },
     Published {
         name: "qwen3-coder-480b-a35b",
@@ -105,6 +111,7 @@ static PUBLISHED: &[Published] = &[
         shared: 0,
         norm_topk: true,
         unknown: None,
+        also: None,
     },
     Published {
         name: "glm-4.5-air",
@@ -121,6 +128,7 @@ static PUBLISHED: &[Published] = &[
         shared: 1408,
         norm_topk: true,
         unknown: Some(("biases of attention, RoPE over half a head, sigmoid router", None)),
+        also: None,
     },
     Published {
         name: "glm-4.5",
@@ -137,6 +145,7 @@ static PUBLISHED: &[Published] = &[
         shared: 1536,
         norm_topk: true,
         unknown: Some(("biases of attention, RoPE over half a head, sigmoid router", None)),
+        also: None,
     },
     Published {
         name: "gpt-oss-20b",
@@ -153,6 +162,7 @@ static PUBLISHED: &[Published] = &[
         shared: 0,
         norm_topk: true,
         unknown: Some(("sinks, sliding windows, biases, clamped SwiGLU", None)),
+        also: None,
     },
     Published {
         name: "gpt-oss-120b",
@@ -169,6 +179,7 @@ static PUBLISHED: &[Published] = &[
         shared: 0,
         norm_topk: true,
         unknown: Some(("sinks, sliding windows, biases, clamped SwiGLU", None)),
+        also: None,
     },
     Published {
         name: "deepseek-v2-lite",
@@ -185,6 +196,7 @@ static PUBLISHED: &[Published] = &[
         shared: 2816,
         norm_topk: false,
         unknown: Some(("latent attention", Some(latent(2048, 16, 0, 512)))),
+        also: None,
     },
     Published {
         name: "deepseek-v3",
@@ -201,6 +213,7 @@ static PUBLISHED: &[Published] = &[
         shared: 2048,
         norm_topk: true,
         unknown: Some((LATENT, Some(latent(7168, 128, 1536, 512)))),
+        also: None,
     },
     Published {
         name: "kimi-k2",
@@ -217,6 +230,40 @@ static PUBLISHED: &[Published] = &[
         shared: 2048,
         norm_topk: true,
         unknown: Some((LATENT, Some(latent(7168, 64, 1536, 512)))),
+        also: None,
+    },
+    // As `GlmMoeDsaConfig` of transformers has it, which names zai-org/GLM-5; that is silent about RoPE's base, which is
+    // GLM-4.5's here.
+    Published {
+        name: "glm-5",
+        d_model: 6144,
+        vocab: 154_880,
+        context: 202_752,
+        layers: 78,
+        dense: (3, 12_288),
+        heads: (64, 1, 192 + 64),
+        qk_norm: false,
+        theta: 1e6,
+        eps: 1e-5,
+        experts: (256, 8, 2048),
+        shared: 2048,
+        norm_topk: true,
+        unknown: None,
+        also: Some(|spec| {
+            spec.attention.latent =
+                Some(LatentSpec { q_rank: 2048, kv_rank: 512, rope_dim: 64, value_dim: 256, norm_eps: 1e-6 });
+            spec.attention.indexer = Some(IndexerSpec {
+                n_heads: 32,
+                head_dim: 128,
+                top_k: 2048,
+                interleaved: true,
+                norm_eps: 1e-6,
+            });
+            spec.rope.interleaved = true;
+            spec.moe.router = RouterKind::Sigmoid;
+            spec.moe.correction_bias = true;
+            spec.moe.routed_scale = 2.5;
+        }),
     },
     Published {
         name: "olmoe-1b-7b",
@@ -233,6 +280,7 @@ static PUBLISHED: &[Published] = &[
         shared: 0,
         norm_topk: false,
         unknown: Some(("QK-norm over all heads at once", None)),
+        also: None,
     },
     Published {
         name: "mixtral-8x7b",
@@ -249,6 +297,7 @@ static PUBLISHED: &[Published] = &[
         shared: 0,
         norm_topk: true,
         unknown: None,
+        also: None,
     },
 ];
 
@@ -264,7 +313,7 @@ impl Published {
         let (n_experts, top_k, d_expert) = self.experts;
         let (n_dense, width) = self.dense;
         let layers = (0..self.layers).map(|l| if l < n_dense { FfnKind::Dense(width) } else { FfnKind::Moe });
-        let spec = ModelSpec {
+        let mut spec = ModelSpec {
             model_type: MODEL_TYPE.to_owned(),
             d_model: self.d_model,
             vocab_size: self.vocab,
@@ -292,6 +341,9 @@ impl Published {
                 ..Default::default()
             },
         };
+        if let Some(also) = self.also {
+            also(&mut spec);
+        }
         let stand_in = self.unknown.map(|(what, weights)| {
             let qk_norm = if self.qk_norm { ", QK-norm" } else { "" };
             let millions = |n: usize| format!("{:.1} M", n as f64 / 1e6);
