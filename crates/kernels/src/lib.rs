@@ -15,6 +15,7 @@
 mod activations;
 mod attention;
 mod coded;
+mod delta;
 mod dot;
 mod elementwise;
 mod entropy;
@@ -36,6 +37,7 @@ mod top_k;
 
 pub use activations::{Activations, Quantised};
 pub use attention::{AttentionHeads, AttentionScratch, KvBlocks, KvPlane, KvRun, KvType, Sight, attend};
+pub use delta::{DeltaInput, DeltaMark, DeltaRun, DeltaScratch, DeltaShape, DeltaWeights, delta_net};
 pub use entropy::EntropyDecoder;
 pub use exp::{EXP_ULP_MAX, exp, sigmoid, silu};
 pub use expert_ffn::{ExpertBias, ExpertCall, ExpertScratch, expert_ffn};
