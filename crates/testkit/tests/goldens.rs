@@ -96,13 +96,23 @@ fn minimax_m2() {
     meets("minimax_m2", &fixtures::minimax_m2());
 }
 
+#[test]
+fn qwen3_next() {
+    meets("qwen3_next", &fixtures::qwen3_next());
+}
+
+#[test]
+fn qwen3_5_moe() {
+    meets("qwen3_5_moe", &fixtures::qwen3_5_moe());
+}
+
 /// The goldens tell right from nearly right: each slip moves the reference off them, and all but the epsilon
 /// (6e-4 on these weights) by more than the engine's tolerance.
 #[test]
 fn slips_of_the_spec_do_not_pass() {
     use smoe_format::spec::{Activation, GroupScore, GroupSpec, RopeScaling, RouterKind};
     type Slip = (&'static str, fn(&mut ModelSpec));
-    let slips: [(&str, ModelSpec, &[Slip]); 12] = [
+    let slips: [(&str, ModelSpec, &[Slip]); 13] = [
         (
             "qwen3_moe",
             fixtures::qwen3_moe(),
@@ -225,6 +235,16 @@ fn slips_of_the_spec_do_not_pass() {
                 ("all of a head rotated", |s| s.rope.dim = None),
                 ("neighbours rotated", |s| s.rope.interleaved = true),
                 ("top-k not normalised", |s| s.moe.norm_topk = false),
+            ],
+        ),
+        (
+            "qwen3_next",
+            fixtures::qwen3_next(),
+            &[
+                ("no gate of attention", |s| s.attention.gate = false),
+                ("all of a head rotated", |s| s.rope.dim = None),
+                ("an open gate", |s| s.moe.shared_gate = false),
+                ("no QK-norm", |s| s.attention.qk_norm = false),
             ],
         ),
     ];
