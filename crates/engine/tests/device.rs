@@ -44,7 +44,8 @@ fn on_gpu(options: &EngineOptions, slots: Option<usize>) -> EngineOptions {
 fn models(seed: u64) -> Vec<TinyModel> {
     let (able, unable): (Vec<_>, Vec<_>) = TinyModel::every(seed).into_iter().partition(|model| {
         let spec = &model.spec;
-        spec.attention.latent.is_none() && !spec.moe.expert_bias
+        let has_kernels = spec.attention.latent.is_none() && spec.delta.is_none() && !spec.attention.gate;
+        has_kernels && !spec.moe.expert_bias
     });
     for model in unable {
         let dir = tempfile::tempdir().unwrap();

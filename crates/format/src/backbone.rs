@@ -39,6 +39,23 @@ pub enum LayerPart {
     V,
     /// `[d_model, n_heads * value_dim]`.
     O,
+    /// `[n_heads * head_dim, d_model]`: what heads' outputs are multiplied with, before the sigmoid; of a gated delta net
+    /// before SiLU.
+    OGate,
+    /// `[n_value_heads, d_model]` of a gated delta net, whose queries and keys are `[n_key_heads * key_dim, d_model]`,
+    /// its values and gates `[n_value_heads * value_dim, d_model]`: how much of a difference is taken, before the
+    /// sigmoid.
+    Beta,
+    /// `[n_value_heads, d_model]`: what decay is made of.
+    Decay,
+    /// `[channels, conv_width]`: of queries, keys and values, the oldest position first.
+    Conv,
+    /// `[n_value_heads]`: logarithms of the rates of decay.
+    DecayLog,
+    /// `[n_value_heads]`, added to what decay is made of.
+    DecayBias,
+    /// `[value_dim]`: the norm of each head's output.
+    DeltaNorm,
     /// `[n_heads * head_dim]`.
     QBias,
     /// `[n_kv_heads * head_dim]`.
@@ -120,19 +137,25 @@ impl BackboneTensor {
             };
             let (is_moe, latent) = (*kind == FfnKind::Moe, a.latent);
             push(true, &[P::AttnNorm]);
-            push(latent.is_some_and(|latent| latent.q_rank > 0), &[P::QDown, P::QDownNorm]);
-            push(true, &[P::Q]);
-            push(latent.is_some(), &[P::KvDown, P::KvDownNorm, P::KUp, P::VUp]);
-            push(latent.is_none(), &[P::K, P::V]);
-            push(
-                a.indexer.is_some(),
-                &[P::IndexQ, P::IndexK, P::IndexKNorm, P::IndexKNormBias, P::IndexWeights],
-            );
-            push(true, &[P::O]);
-            push(a.qkv_bias, &[P::QBias, P::KBias, P::VBias]);
-            push(a.o_bias, &[P::OBias]);
-            push(a.qk_norm, &[P::QNorm, P::KNorm]);
-            push(a.sinks, &[P::Sinks]);
+            if spec.delta_of(layer).is_some() {
+                push(true, &[P::Q, P::K, P::V, P::OGate, P::Beta, P::Decay, P::Conv]);
+                push(true, &[P::DecayLog, P::DecayBias, P::DeltaNorm, P::O]);
+            } else {
+                push(latent.is_some_and(|latent| latent.q_rank > 0), &[P::QDown, P::QDownNorm]);
+                push(true, &[P::Q]);
+                push(latent.is_some(), &[P::KvDown, P::KvDownNorm, P::KUp, P::VUp]);
+                push(latent.is_none(), &[P::K, P::V]);
+                push(
+                    a.indexer.is_some(),
+                    &[P::IndexQ, P::IndexK, P::IndexKNorm, P::IndexKNormBias, P::IndexWeights],
+                );
+                push(true, &[P::O]);
+                push(a.gate, &[P::OGate]);
+                push(a.qkv_bias, &[P::QBias, P::KBias, P::VBias]);
+                push(a.o_bias, &[P::OBias]);
+                push(a.qk_norm, &[P::QNorm, P::KNorm]);
+                push(a.sinks, &[P::Sinks]);
+            }
             push(true, &[P::FfnNorm]);
             push(!is_moe, &[P::Gate, P::Up, P::Down]);
             push(is_moe, &[P::Router]);
@@ -165,6 +188,19 @@ impl BackboneTensor {
             FfnKind::Dense(width) => width,
             FfnKind::Moe => 0,
         };
+        if let Some(delta) = spec.delta_of(layer as usize) {
+            let (keys, values, heads) = (delta.keys(), delta.values(), delta.n_value_heads);
+            match part {
+                P::Q | P::K => return (keys, d),
+                P::V | P::OGate => return (values, d),
+                P::O => return (d, values),
+                P::Beta | P::Decay => return (heads, d),
+                P::Conv => return (delta.channels(), delta.conv_width),
+                P::DecayLog | P::DecayBias => return (1, heads),
+                P::DeltaNorm => return (1, delta.value_dim),
+                _ => {}
+            }
+        }
         // What is not of the model has no shape.
         let (q_rank, kv_rank, rope_dim) = a.latent.map_or((0, 0, 0), |l| (l.q_rank, l.kv_rank, l.rope_dim));
         let (index_heads, index_dim) = a.indexer.map_or((0, 0), |i| (i.n_heads, i.head_dim));
@@ -173,6 +209,8 @@ impl BackboneTensor {
             P::Q => (heads, if q_rank > 0 { q_rank } else { d }),
             P::K | P::V => (kv_heads, d),
             P::O => (d, a.n_heads * a.value_dim()),
+            P::OGate => (a.n_heads * a.value_dim(), d),
+            P::Beta | P::Decay | P::Conv | P::DecayLog | P::DecayBias | P::DeltaNorm => (0, 0),
             P::QBias => (1, heads),
             P::KBias | P::VBias => (1, kv_heads),
             P::QNorm => (1, norm(heads)),
@@ -209,6 +247,8 @@ impl BackboneTensor {
             P::AttnNorm | P::FfnNorm | P::QNorm | P::KNorm | P::QDownNorm | P::KvDownNorm => true,
             P::IndexKNorm | P::IndexKNormBias => true,
             P::QBias | P::KBias | P::VBias | P::OBias | P::Sinks | P::RouterBias | P::Correction => true,
+            P::DecayLog | P::DecayBias | P::DeltaNorm => true,
+            P::OGate | P::Beta | P::Decay | P::Conv => false,
             P::Q | P::K | P::V | P::O | P::QDown | P::KvDown | P::KUp | P::VUp => false,
             P::Router | P::Gate | P::Up | P::Down | P::SharedGate | P::SharedUp | P::SharedDown => false,
             P::SharedScale | P::ExpertGateBias | P::ExpertUpBias | P::ExpertDownBias => false,
@@ -216,8 +256,8 @@ impl BackboneTensor {
         }
     }
 
-    /// May be coded. Norms, biases, routers and the weights of an indexer's heads are not: they are small, and choices
-    /// must be the model's own.
+    /// May be coded. Norms, biases, routers, the weights of an indexer's heads and what decides how a state decays are not:
+    /// they are small, and choices must be the model's own.
     #[must_use]
     pub fn may_be_coded(self) -> bool {
         use LayerPart as P;
@@ -231,6 +271,9 @@ impl BackboneTensor {
                     | P::ExpertGateBias
                     | P::ExpertUpBias
                     | P::ExpertDownBias
+                    | P::Beta
+                    | P::Decay
+                    | P::Conv
             )
         );
         !self.is_vector() && !is_kept
@@ -251,6 +294,13 @@ impl fmt::Display for BackboneTensor {
                     LayerPart::K => "k",
                     LayerPart::V => "v",
                     LayerPart::O => "o",
+                    LayerPart::OGate => "o_gate",
+                    LayerPart::Beta => "beta",
+                    LayerPart::Decay => "decay",
+                    LayerPart::Conv => "conv",
+                    LayerPart::DecayLog => "decay_log",
+                    LayerPart::DecayBias => "decay_bias",
+                    LayerPart::DeltaNorm => "delta_norm",
                     LayerPart::QBias => "q_bias",
                     LayerPart::KBias => "k_bias",
                     LayerPart::VBias => "v_bias",

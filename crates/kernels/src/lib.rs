@@ -15,6 +15,7 @@
 mod activations;
 mod attention;
 mod coded;
+mod delta;
 mod dot;
 mod elementwise;
 mod entropy;
@@ -39,6 +40,7 @@ pub use attention::{
     AttentionHeads, AttentionScratch, Choices, IndexHeads, KvBlocks, KvPlane, KvRun, KvType, Sight, attend,
     choose,
 };
+pub use delta::{DeltaInput, DeltaMark, DeltaRun, DeltaScratch, DeltaShape, DeltaWeights, delta_net};
 pub use entropy::EntropyDecoder;
 pub use exp::{EXP_ULP_MAX, exp, sigmoid, silu};
 pub use expert_ffn::{ExpertBias, ExpertCall, ExpertScratch, expert_ffn};

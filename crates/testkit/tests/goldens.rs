@@ -106,13 +106,23 @@ fn deepseek_v32() {
     meets("deepseek_v32", &fixtures::deepseek_v32());
 }
 
+#[test]
+fn qwen3_next() {
+    meets("qwen3_next", &fixtures::qwen3_next());
+}
+
+#[test]
+fn qwen3_5_moe() {
+    meets("qwen3_5_moe", &fixtures::qwen3_5_moe());
+}
+
 /// The goldens tell right from nearly right: each slip moves the reference off them, and all but the epsilon
 /// (6e-4 on these weights) by more than the engine's tolerance.
 #[test]
 fn slips_of_the_spec_do_not_pass() {
     use smoe_format::spec::{Activation, GroupScore, GroupSpec, RopeScaling, RouterKind};
     type Slip = (&'static str, fn(&mut ModelSpec));
-    let slips: [(&str, ModelSpec, &[Slip]); 14] = [
+    let slips: [(&str, ModelSpec, &[Slip]); 15] = [
         (
             "qwen3_moe",
             fixtures::qwen3_moe(),
@@ -256,6 +266,16 @@ fn slips_of_the_spec_do_not_pass() {
                 ("neighbours rotated in the indexer", |s| change_indexer(s, |i| i.interleaved = true)),
                 ("scores not scaled", |s| s.attention.score_scale = 1.0),
                 ("no groups", |s| s.moe.groups = None),
+            ],
+        ),
+        (
+            "qwen3_next",
+            fixtures::qwen3_next(),
+            &[
+                ("no gate of attention", |s| s.attention.gate = false),
+                ("all of a head rotated", |s| s.rope.dim = None),
+                ("an open gate", |s| s.moe.shared_gate = false),
+                ("no QK-norm", |s| s.attention.qk_norm = false),
             ],
         ),
     ];

@@ -3,6 +3,7 @@
 //! Coded weights multiply int8 activations, float weights f32 ones; in exact mode f32 everywhere. Planes
 //! are claimed once for the longest step.
 
+mod delta;
 mod index;
 
 use smoe_format::expert_file::LayerTable;
@@ -22,6 +23,7 @@ use crate::plan::Plan;
 use crate::rope::RopeTable;
 use crate::routes::Routes;
 use crate::weights::{Ffn, LayerFfn, Projections, Tensor, Weights};
+use delta::DeltaPlanes;
 use index::IndexPlanes;
 
 /// Experts of one kernel call; a fork-join serves them all. A layer's experts of a step of eight clients are one or two
@@ -211,6 +213,9 @@ pub struct CpuBackend {
     v: Vec<f32>,
     latent: Option<LatentPlanes>,
     index: Option<IndexPlanes>,
+    /// `[B, n_heads * head_dim]`, what outputs of heads are multiplied with; empty if there is none.
+    gates: Vec<f32>,
+    net: Option<DeltaPlanes>,
     /// `[B, n_heads * value_dim]`, outputs of the heads.
     mixed: Plane,
     /// `[B, d_model]`, what a verb adds to the hidden states.
@@ -272,6 +277,12 @@ impl LatentPlanes {
     fn cols(spec: &ModelSpec, latent: &LatentSpec) -> usize {
         latent.kv_rank.max(spec.attention.head_dim - latent.rope_dim)
     }
+}
+
+/// Outputs of the heads of attention, or of a gated delta net.
+fn outputs_width(spec: &ModelSpec) -> usize {
+    let a = &spec.attention;
+    (a.n_heads * a.value_dim()).max(spec.delta.map_or(0, |delta| delta.values()))
 }
 
 /// Group sizes of all coded weights: as many int8 forms may an input have.
@@ -339,7 +350,9 @@ impl CpuBackend {
             v: vec![0.0; if latent.is_some() { 0 } else { block * kv_heads }],
             latent: latent.map(|latent| LatentPlanes::new(&spec, latent, block, &groups)),
             index: a.indexer.map(|indexer| IndexPlanes::new(indexer, block, plan.context)),
-            mixed: plane(block, a.n_heads * a.value_dim()),
+            gates: vec![0.0; if a.gate { block * heads } else { 0 }],
+            net: kv::state_shape(&spec).map(|shape| DeltaPlanes::new(shape, block, plan.snapshots)),
+            mixed: plane(block, outputs_width(&spec)),
             delta: vec![0.0; block * d],
             gate: vec![0.0; block * width],
             up: vec![0.0; block * width],
@@ -385,7 +398,7 @@ impl CpuBackend {
         let (t, d, width) = (chunk as u64, spec.d_model as u64, dense_width(spec) as u64);
         let heads = (a.n_heads * a.head_dim) as u64;
         let remembered = (a.n_kv_heads * (a.key_dim() + a.head_dim)) as u64;
-        let outputs = (a.n_heads * a.value_dim()) as u64;
+        let outputs = outputs_width(spec) as u64;
         let pairs = (t * spec.moe.top_k as u64).min(CALL_PAIRS as u64);
         let d_expert = spec.moe.d_expert as u64;
         let block = t.min(BLOCK_TOKENS as u64);
@@ -417,12 +430,15 @@ impl CpuBackend {
         });
         let index = a.indexer.map_or(0, |indexer| IndexPlanes::bytes(&indexer, block as usize, context));
         let gathered = (threads * gathered_bytes(spec, kv, context)) as u64;
-        floats * 4 + planes + scratch + latent + index + gathered + Routes::bytes(&spec.moe, chunk)
+        let gates = if a.gate { 4 * block * heads } else { 0 };
+        let delta = kv::state_shape(spec).map_or(0, |shape| 4 * DeltaPlanes::floats(&shape, block as usize));
+        let attention = scratch + latent + index + gathered + gates + delta as u64;
+        floats * 4 + planes + attention + Routes::bytes(&spec.moe, chunk)
     }
 
     /// Queries, and what is remembered, of a block of tokens.
     fn project(&mut self, layer: usize, hidden: &[f32], rows: &[Row]) {
-        let Self { context, input, q, k, v, latent, index, .. } = self;
+        let Self { context, input, q, k, v, latent, index, gates, .. } = self;
         let (kernels, pool, eps) = (context.kernels, &context.pool, context.spec.rms_norm_eps);
         let a = &context.spec.attention;
         let (tokens, head_dim, key_dim) = (rows.len(), a.head_dim, a.key_dim());
@@ -480,8 +496,11 @@ impl CpuBackend {
                 let scratch = &mut planes.scratch;
                 head_matmul(pool, kernels, &k_up, a.n_heads, input, scratch, queries, key_dim);
             }
-            (Projections::Heads { q: wq, k: wk, v: wv, bias, norm }, _) => {
+            (Projections::Heads { q: wq, k: wk, v: wv, bias, norm, gate }, _) => {
                 context.multiply_all([wq, wk, wv], input, tokens, [&mut *q, &mut *k, &mut *v]);
+                if let Some(gate) = gate {
+                    context.multiply(gate, input, tokens, gates);
+                }
                 let [q_bias, k_bias, v_bias] =
                     bias.as_ref().map_or([None; 3], |bias| bias.each_ref().map(|bias| Some(&bias[..])));
                 let [q_norm, k_norm] =
@@ -503,6 +522,7 @@ impl CpuBackend {
                 context.add_bias(&mut v[..tokens * kv_heads], v_bias);
             }
             (Projections::Latent { .. }, None) => unreachable!("a latent has its planes"),
+            (Projections::Delta(_), _) => unreachable!("a gated delta net has its own way"),
         }
     }
 
@@ -528,7 +548,7 @@ impl CpuBackend {
 
     /// Attention of a block of tokens, as far as the heads' outputs.
     fn mix(&mut self, layer: usize, rows: &[Row], kv: &KvCache) {
-        let Self { context, q, latent, index, mixed, attention, .. } = self;
+        let Self { context, q, latent, index, gates, mixed, attention, .. } = self;
         let (kernels, pool) = (context.kernels, &context.pool);
         if let Some(index) = index {
             index.choose(context, layer, rows, kv);
@@ -582,6 +602,14 @@ impl CpuBackend {
                 let q = &q[..tokens * a.n_heads * a.head_dim];
                 smoe_kernels::attend(pool, kernels, &shape, q, &sight, attention, out);
             }
+        }
+        if a.gate {
+            let width = a.n_heads * a.value_dim();
+            pool.chunks_mut(&mut gates[..tokens * width], width, &|_, row| kernels.sigmoid_in_place(row));
+            let gates = &*gates;
+            pool.chunks_mut(out, width, &|t, row| {
+                kernels.mul_in_place(row, &gates[t * width..(t + 1) * width]);
+            });
         }
     }
 
@@ -760,9 +788,13 @@ impl Backend for CpuBackend {
         let n = self.tokens * self.context.spec.d_model;
         let mut hidden = std::mem::take(&mut self.hidden);
         for (hidden, rows) in hidden[..n].chunks_mut(width).zip(rows.chunks(BLOCK_TOKENS)) {
-            self.project(layer, hidden, rows);
-            self.remember(layer, rows, kv);
-            self.mix(layer, rows, kv);
+            if self.context.spec.delta_of(layer).is_some() {
+                self.renew(layer, hidden, rows, kv);
+            } else {
+                self.project(layer, hidden, rows);
+                self.remember(layer, rows, kv);
+                self.mix(layer, rows, kv);
+            }
             let Self { context, mixed, delta, .. } = self;
             let weights = &context.weights.layers[layer];
             context.multiply(&weights.o, mixed, rows.len(), delta);

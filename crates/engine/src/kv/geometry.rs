@@ -23,12 +23,10 @@ pub enum LayerKv {
         positions: usize,
     },
     /// A state of fixed size (linear attention). It has no history: no prefix can be shared or rolled back
-    /// without a snapshot.
+    /// without a snapshot (`states.rs`).
     Recurrent {
         /// Bytes of the state.
         bytes: usize,
-        /// Snapshots kept at block edges.
-        snapshots: usize,
     },
 }
 
@@ -36,7 +34,11 @@ impl LayerKv {
     /// What each layer of a model keeps.
     #[must_use]
     pub fn of(spec: &ModelSpec, kv_type: KvType) -> Vec<Self> {
+        let state = super::states::shape(spec).map_or(0, |shape| 4 * shape.state_len());
         let of_layer = |layer| {
+            if spec.delta_of(layer).is_some() {
+                return Self::Recurrent { bytes: state };
+            }
             let planes = planes_of(spec, kv_type, layer).into_iter().flatten();
             Self::Paged { bytes_per_token: planes.map(|(heads, row_bytes)| heads * row_bytes).sum() }
         };
@@ -59,7 +61,10 @@ pub enum Plane {
 const PLANES: usize = 3;
 
 /// Heads of each plane that a layer keeps in pages, and bytes of a position of a head.
-fn planes_of(spec: &ModelSpec, kv_type: KvType, _layer: usize) -> [Option<(usize, usize)>; PLANES] {
+fn planes_of(spec: &ModelSpec, kv_type: KvType, layer: usize) -> [Option<(usize, usize)>; PLANES] {
+    if spec.delta_of(layer).is_some() {
+        return [None; PLANES];
+    }
     let a = &spec.attention;
     let heads = (a.n_kv_heads, kv_type.row_bytes(a.key_dim()));
     let index = a.indexer.map(|indexer| (1, kv_type.row_bytes(indexer.head_dim)));

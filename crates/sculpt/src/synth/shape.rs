@@ -5,7 +5,7 @@ use std::path::Path;
 
 use smoe_format::ModelSpec;
 use smoe_format::spec::{
-    AttentionSpec, FfnKind, IndexerSpec, LatentSpec, MoeSpec, Multipliers, RopeSpec, RouterKind,
+    AttentionSpec, FfnKind, IndexerSpec, LatentSpec, MixerKind, MoeSpec, Multipliers, RopeSpec, RouterKind,
 };
 
 use crate::config::spec_from_config;
@@ -301,6 +301,30 @@ static PUBLISHED: &[Published] = &[
     },
 ];
 
+/// Models whose config.json says it all.
+const CONFIGS: &[(&str, &str)] = &[
+    (
+        "qwen3-next-80b-a3b",
+        r#"{"model_type": "qwen3_next", "hidden_size": 2048, "num_hidden_layers": 48, "vocab_size": 151936,
+        "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "tie_word_embeddings": false,
+        "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000, "full_attention_interval": 4, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4, "num_experts": 512, "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "norm_topk_prob": true}"#,
+    ),
+    (
+        "qwen3.5-35b-a3b",
+        r#"{"model_type": "qwen3_5_moe_text", "hidden_size": 2048, "num_hidden_layers": 40,
+        "vocab_size": 248320, "max_position_embeddings": 262144, "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": false, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
+        "partial_rotary_factor": 0.25, "rope_theta": 10000000, "full_attention_interval": 4,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "num_experts": 256,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}"#,
+    ),
+];
+
 /// Weights of the projections of attention in a layer.
 fn attention_weights(spec: &ModelSpec) -> usize {
     let a = &spec.attention;
@@ -330,6 +354,8 @@ impl Published {
             rope: RopeSpec { theta: self.theta, ..Default::default() },
             layers: layers.collect(),
             windows: Vec::new(),
+            mixers: Vec::new(),
+            delta: None,
             multipliers: Multipliers::default(),
             moe: MoeSpec {
                 n_experts,
@@ -364,7 +390,8 @@ impl Published {
 impl Shape {
     /// The names that [`Shape::find`] knows.
     pub fn names() -> impl Iterator<Item = &'static str> {
-        PUBLISHED.iter().map(|published| published.name)
+        let configs = CONFIGS.iter().map(|(name, _)| *name);
+        PUBLISHED.iter().map(|published| published.name).chain(configs)
     }
 
     /// The shape called `like`: a name, a config.json, or a directory with one.
@@ -375,6 +402,10 @@ impl Shape {
         if let Some(published) = PUBLISHED.iter().find(|published| published.name == like) {
             return Ok(published.shape());
         }
+        if let Some((name, config)) = CONFIGS.iter().find(|(name, _)| *name == like) {
+            let config = serde_json::from_str(config).expect("written above");
+            return Self::of_config(name, &config);
+        }
         let path = Path::new(like);
         if !path.exists() {
             let names = Self::names().collect::<Vec<_>>().join(", ");
@@ -384,9 +415,13 @@ impl Shape {
         let path = if path.is_dir() { path.join("config.json") } else { path.to_owned() };
         let bytes = fs::read(&path).map_err(SculptError::io("read", &path))?;
         let config = serde_json::from_slice(&bytes).map_err(SculptError::json(&path))?;
-        let (mut spec, warnings) = spec_from_config(&config)?;
+        Self::of_config("config.json", &config)
+    }
+
+    fn of_config(name: &str, config: &serde_json::Value) -> Result<Self, SculptError> {
+        let (mut spec, warnings) = spec_from_config(config)?;
         MODEL_TYPE.clone_into(&mut spec.model_type);
-        Ok(Self { name: "config.json".to_owned(), spec, stand_in: None, warnings })
+        Ok(Self { name: name.to_owned(), spec, stand_in: None, warnings })
     }
 
     /// Cuts it to its first `layers` layers.
@@ -404,6 +439,13 @@ impl Shape {
             return bad("leaves no layer with experts".to_owned());
         }
         self.spec.layers.truncate(layers);
+        self.spec.windows.truncate(layers);
+        self.spec.mixers.truncate(layers);
+        if !self.spec.mixers.contains(&MixerKind::GatedDelta) {
+            (self.spec.mixers, self.spec.delta) = (Vec::new(), None);
+        } else if !self.spec.mixers.contains(&MixerKind::Attention) {
+            return bad("leaves no layer with attention".to_owned());
+        }
         Ok(())
     }
 }

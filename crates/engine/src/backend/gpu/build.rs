@@ -347,8 +347,8 @@ impl<'a> Builder<'a> {
     ) -> Result<Layer, EngineError> {
         let weights: &'a LayerWeights = &self.weights.layers[layer];
         let host: &'a Weights = self.weights;
-        let Projections::Heads { q, k, v, bias, norm } = &weights.projections else {
-            return Err(EngineError::Unsupported { what: "latent attention on a GPU".to_owned() });
+        let Projections::Heads { q, k, v, bias, norm, gate: None } = &weights.projections else {
+            return Err(EngineError::Unsupported { what: "this attention on a GPU".to_owned() });
         };
         let a = self.spec.attention;
         let (heads, kv_heads) = (a.n_heads * a.head_dim, a.n_kv_heads * a.head_dim);

@@ -92,6 +92,10 @@ pub(crate) fn unsupported(spec: &ModelSpec, exact: bool, tables: &[LayerTable]) 
     let heads_fit = a.head_dim.is_multiple_of(4) && a.head_dim <= 256 && a.n_heads / a.n_kv_heads <= 16;
     if a.latent.is_some() {
         Some("latent attention")
+    } else if spec.delta.is_some() {
+        Some("linear attention")
+    } else if a.gate {
+        Some("attention with a gate")
     } else if !heads_fit {
         Some("attention heads of this shape")
     } else if spec.moe.expert_bias || spec.moe.activation != Activation::SwiGlu {
