@@ -297,7 +297,7 @@ pub(crate) fn encode_expert(
     Ok(all)
 }
 
-/// Experts that are coded to find the step of codes that are fed back, and how often.
+/// Experts that are coded to find the step of codes that are fed back, and how often (EXP-QUANT-12).
 const TRIED: (usize, usize) = (6, 2);
 
 /// The smallest step with which the experts take at most `bpw` bits a weight on disk, scales and tables counted, padding
