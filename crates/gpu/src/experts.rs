@@ -21,8 +21,6 @@ const GLU: &str = concat!(include_str!("wgsl/exp.wgsl"), include_str!("wgsl/expe
 const THREADS: u32 = 256;
 /// Most experts of a token whose hidden values stay floats.
 const LONE_PAIRS: usize = 64;
-/// Words of a place where two workgroups meet.
-const MEETING: usize = 2 * ROWS + 1;
 /// Experts of a dispatch that the cut of their products reckons with: a single token's.
 const TIMES: usize = 8;
 
@@ -121,20 +119,17 @@ pub struct ExpertInput<'a> {
 pub struct Lone {
     /// `[top_k, d_expert]` f32.
     values: Slice,
-    /// Where the workgroups of gate and up meet; in between as it is here.
+    /// `[top_k, d_expert rounded up to blocks]`, where gates and ups meet: no sum, whenever no kernel is at work.
     post: Slice,
 }
 
 impl Lone {
     fn new(gpu: &Gpu, layout: &ExpertLayout, pairs: usize) -> Result<Self, GpuError> {
         let (pairs, rows) = (pairs.min(LONE_PAIRS), layout.d_expert());
-        let meetings = pairs * rows.div_ceil(ROWS);
+        let words = pairs * rows.next_multiple_of(ROWS);
         let values = gpu.buffer("hidden values of a token's experts", (4 * pairs * rows) as u64)?;
-        let post = gpu.buffer("sums of gates and ups", (4 * meetings * MEETING) as u64)?;
-        // 64 words that are empty, and a count.
-        let mut words = vec![u32::MAX; meetings * MEETING];
-        words.chunks_exact_mut(MEETING).for_each(|words| words[MEETING - 1] = 0);
-        gpu.write(&post, 0, bytemuck::cast_slice(&words));
+        let post = gpu.buffer("sums of gates and ups", (4 * words) as u64)?;
+        gpu.write(&post, 0, bytemuck::cast_slice(&vec![u32::MAX; words]));
         Ok(Self { values, post })
     }
 }
