@@ -106,18 +106,21 @@ pub struct DeviceForecast {
 /// Of the speed of its products, what decoding on the processor gets: the rest is attention, norms and routing. Decoding was at
 /// 0.87 to 0.93 of memory's speed where products were at 0.94 to 0.96 (EXP-PEER-01, EXP-PEER-02).
 const CPU_SHARE: f64 = 0.95;
-/// Bytes of memory that products are timed over at most: beyond most caches; and for how long.
-const COLD_BYTES: u64 = 512 << 20;
+/// Bytes of memory that products are timed over at most, and for how long. Over 512 MiB they ran at 141 GB/s on a server that
+/// streamed the whole ring at 85 to 100, and decoded at 93 (EXP-GPU-05).
+const COLD_BYTES: u64 = 4 << 30;
+const PAGE: usize = 16 << 10;
 const TIMED: Duration = Duration::from_millis(500);
 /// The most layers that are handed over at once where they may halt, and the cost of one that runs in vain behind a
 /// halt, in layers.
 pub(crate) const MOST_LAYERS: usize = 8;
 pub(crate) const IN_VAIN: f64 = 0.8;
 
-/// Memory that weights are taken of, one after the other.
+/// Memory that weights are taken of: the backbone's one after the other, experts anywhere.
 struct Cold {
     bytes: AlignedBuf,
     at: usize,
+    random: u64,
 }
 
 impl Cold {
@@ -130,17 +133,26 @@ impl Cold {
         self.at = (start + len).next_multiple_of(64);
         start..start + len
     }
+
+    /// Where `len` bytes of some page on lie.
+    fn anywhere(&mut self, len: usize) -> Range<usize> {
+        self.random =
+            self.random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        let places = self.bytes.len().saturating_sub(len) / PAGE + 1;
+        let start = (self.random >> 33) as usize % places * PAGE;
+        start..start + len
+    }
 }
 
 /// How fast the processor goes through the weights of decoded tokens, bytes per second, everything being in memory: a
-/// layer's projections and experts in the model's shapes and encodings, forked as they are in a token, over at most `room` bytes
+/// layer's projections, router and experts in the model's shapes and encodings, forked as they are in a token, over at most `room` bytes
 /// of other memory, which no cache holds. Their mean over half a second, as memory that is shared changes from one moment to the next.
 ///
 /// NaN if there is no such memory, or a layer has more weights.
 #[must_use]
 pub fn weights_rate(vault: &Vault, kernels: Kernels, threads: usize, room: u64) -> f64 {
     let Ok(bytes) = AlignedBuf::zeroed(COLD_BYTES.min(room) as usize) else { return f64::NAN };
-    let mut cold = Cold { bytes, at: 0 };
+    let mut cold = Cold { bytes, at: 0, random: 1 };
     ceiling::touch(&mut cold.bytes, threads);
     let pool = Pool::new(threads, false);
     let mut mock = Mock::new(vault, &pool, kernels);
@@ -188,7 +200,8 @@ impl<'a> Mock<'a> {
     /// Goes through a layer; gives the bytes, none if they have no room.
     fn layer(&mut self, vault: &Vault, layer: usize, cold: &mut Cold) -> Option<usize> {
         let mut done = 0;
-        for parts in [&[LayerPart::Q, LayerPart::K, LayerPart::V][..], &[LayerPart::O]] {
+        for parts in [&[LayerPart::Q, LayerPart::K, LayerPart::V][..], &[LayerPart::O], &[LayerPart::Router]]
+        {
             let part = |part: &LayerPart| {
                 let name = vault.tensor_name(BackboneTensor::Layer(layer as u32, *part));
                 let found = vault.backbone.get(&name).filter(|t| t.cols <= self.x.len())?;
@@ -211,13 +224,15 @@ impl<'a> Mock<'a> {
                 matmul_all(pool, kernels, &mut products, input);
             });
         }
+        // Attention over few positions costs its fork.
+        self.pool.run(self.pool.threads(), &|_| {});
         if vault.spec.layers[layer] != FfnKind::Moe {
             return Some(done);
         }
         let index = vault.spec.moe_layers().position(|moe| moe == layer)?;
         let table: &LayerTable = &vault.experts.layers[index];
         let (d, top_k) = (vault.spec.d_model, vault.spec.moe.top_k);
-        let ranges: Vec<_> = (0..top_k).map(|_| cold.next(table.used_bytes())).collect();
+        let ranges: Vec<_> = (0..top_k).map(|_| cold.anywhere(table.used_bytes())).collect();
         let mut calls = Vec::with_capacity(top_k);
         for range in ranges {
             let bytes = cold.bytes.get(range)?;

@@ -10,19 +10,16 @@ use smoe_format::{Encoding, Uniform};
 
 use crate::coded::{CodedOp, Cut, Tuning, can_own, pass_of, passes};
 use crate::float::FloatCut;
+use crate::hidden::LONE_PAIRS;
 use crate::quantise::{GRID, QUANTISE, Repeated, TO_PLANE, assert_plane, source};
 use crate::work::PAIRS;
-use crate::{Access, CodedPlane, Gpu, GpuError, Op, Shader, Slice, Step, WorkList};
+use crate::{Access, CodedPlane, Gpu, GpuError, Hidden, Lone, Op, Shader, Slice, Step, WorkList};
 
 const LIST: &str = include_str!("wgsl/experts.wgsl");
 const PRODUCT: &str = include_str!("wgsl/experts_product.wgsl");
 const GLU: &str = concat!(include_str!("wgsl/exp.wgsl"), include_str!("wgsl/experts_glu.wgsl"));
 /// Threads of a workgroup of what is no product.
 const THREADS: u32 = 256;
-/// Most experts of a token whose hidden values stay floats.
-const LONE_PAIRS: usize = 64;
-/// Words of a place where two workgroups meet.
-const MEETING: usize = 2 * ROWS + 1;
 /// Experts of a dispatch that the cut of their products reckons with: a single token's.
 const TIMES: usize = 8;
 
@@ -71,7 +68,7 @@ impl ExpertLayout {
     }
 
     /// The tiles of the codes of gate (0), up (1) or down (2).
-    fn tiles(&self, projection: usize) -> Option<Uniform> {
+    pub(crate) fn tiles(&self, projection: usize) -> Option<Uniform> {
         self.tensors[projection].encoding.tiles()
     }
 
@@ -114,57 +111,6 @@ pub struct ExpertInput<'a> {
     pub coded: &'a [&'a CodedPlane],
     /// `[tokens, d_model]` as f32.
     pub float: Option<&'a Slice>,
-}
-
-/// What gate, up and down of one token hand over: f32 hidden values, which down quantises itself.
-#[derive(Clone, Debug)]
-pub struct Lone {
-    /// `[top_k, d_expert]` f32.
-    values: Slice,
-    /// Where the workgroups of gate and up meet; in between as it is here.
-    post: Slice,
-}
-
-impl Lone {
-    fn new(gpu: &Gpu, layout: &ExpertLayout, pairs: usize) -> Result<Self, GpuError> {
-        let (pairs, rows) = (pairs.min(LONE_PAIRS), layout.d_expert());
-        let meetings = pairs * rows.div_ceil(ROWS);
-        let values = gpu.buffer("hidden values of a token's experts", (4 * pairs * rows) as u64)?;
-        let post = gpu.buffer("sums of gates and ups", (4 * meetings * MEETING) as u64)?;
-        // 64 words that are empty, and a count.
-        let mut words = vec![u32::MAX; meetings * MEETING];
-        words.chunks_exact_mut(MEETING).for_each(|words| words[MEETING - 1] = 0);
-        gpu.write(&post, 0, bytemuck::cast_slice(&words));
-        Ok(Self { values, post })
-    }
-}
-
-/// The hidden values by place in the work list, in the form that down needs.
-#[derive(Clone, Debug)]
-pub enum Hidden {
-    /// int8 in down's groups; and what a lone token's pairs have in its place.
-    Coded(CodedPlane, Lone),
-    /// `[pairs, d_expert]` f32.
-    Float(Slice),
-}
-
-impl Hidden {
-    /// Room for `pairs` pairs.
-    ///
-    /// # Errors
-    /// If the device has no room.
-    pub fn new(gpu: &Gpu, layout: &ExpertLayout, pairs: usize) -> Result<Self, GpuError> {
-        match layout.tiles(2) {
-            Some(down) => {
-                let plane = CodedPlane::new(gpu, pairs, layout.d_expert(), down.group())?;
-                Ok(Self::Coded(plane, Lone::new(gpu, layout, pairs)?))
-            }
-            None => {
-                let bytes = (4 * pairs * layout.d_expert()) as u64;
-                gpu.buffer("hidden values of experts", bytes).map(Self::Float)
-            }
-        }
-    }
 }
 
 /// The operand of a projection.

@@ -16,6 +16,7 @@ mod device;
 mod error;
 mod experts;
 mod float;
+mod hidden;
 mod import;
 mod memory;
 mod norm;
@@ -31,8 +32,9 @@ pub use attention::{Attention, AttentionHeads, AttentionOutputs, AttentionScratc
 pub use coded::{CodedMatmul, Columns, ExactMatmul, Tuning, Weights};
 pub use device::{DeviceFacts, DeviceKind, Gpu, Software, devices};
 pub use error::GpuError;
-pub use experts::{Down, ExpertInput, ExpertLayout, GateUp, Hidden, Lone};
+pub use experts::{Down, ExpertInput, ExpertLayout, GateUp};
 pub use float::FloatMatmul;
+pub use hidden::{Hidden, Lone};
 pub use import::{Keep, Segments};
 pub use memory::{Arena, Fork, Slice};
 pub use norm::{Delta, Embed, Halt, MixNorm, NormOutputs, Shared};

@@ -14,6 +14,7 @@ const ALONE: &str = include_str!("wgsl/route_alone.wgsl");
 const ROUTER: &str = include_str!("wgsl/route_router.wgsl");
 /// A logit that is not there yet.
 const EMPTY: u32 = u32::MAX;
+const KEYS: &str = include_str!("wgsl/route_keys.wgsl");
 const LIST: &str = include_str!("wgsl/route_list.wgsl");
 const GROUP: &str = include_str!("wgsl/route_group.wgsl");
 const ARGMAX: &str = include_str!("wgsl/route_argmax.wgsl");
@@ -197,9 +198,9 @@ impl Route {
                 _ => Draft::default(),
             };
             if matches!(does, Does::Router | Does::One) {
-                draft = draft.constant("THREADS", THREADS).constant("TOKENS", 1).text(ONE);
+                draft = draft.constant("THREADS", THREADS).constant("TOKENS", 1).text(KEYS).text(ONE);
             } else {
-                draft = draft.constant("TOKENS", few).text(ROUTE);
+                draft = draft.constant("TOKENS", few).text(KEYS).text(ROUTE);
             }
             draft = draft
                 .constant("EXPERTS", n_experts)
@@ -254,8 +255,9 @@ impl Route {
             match does {
                 Does::Router => {
                     // The product has the bits of `FloatMatmul`, whose fma is the device's.
-                    let core = router.map(|(matrix, _, cut)| cut.core(gpu, matrix.cols(), 1)).transpose()?;
-                    draft.loose_op(gpu, "router and route: one", &(core.unwrap_or_default() + ROUTER))
+                    let (matrix, _, cut) = router.expect("made where there is a router");
+                    let core = cut.core(gpu, matrix.cols(), 1)?;
+                    draft.loose_op(gpu, "router and route: one", &(core + ROUTER))
                 }
                 Does::One => draft.text(ALONE).op(gpu, "route: one"),
                 Does::Few => draft.text(LIST).op(gpu, "route: few"),

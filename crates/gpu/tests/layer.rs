@@ -800,6 +800,26 @@ fn attention_is_the_cpus_for_every_shape_of_heads() {
     check_attention(gpu, layout(KvFormat::F16, 4, 64, 64), 4, &lengths, &many, false, Some(64));
 }
 
+/// How many decode together decides whether a kv head's queries share a workgroup: not what they get.
+#[test]
+fn a_token_gets_the_same_among_many_and_alone() {
+    let Some(gpu) = gpu() else { return };
+    for (format, per_kv) in [(KvFormat::F16, 4), (KvFormat::Q8, 8), (KvFormat::F32, 5)] {
+        let kv = KvLayout { format, n_kv_heads: 4, head_dim: 32, value_dim: 32 };
+        let mut random = Random(per_kv as u64 + 50);
+        let cache = Cache::new(kv, &[300], &mut random);
+        let tokens: Vec<_> = (288..300).map(|position| (0, position, 0)).collect();
+        let width = per_kv * 4 * 32;
+        let queries = random.values(tokens.len() * width);
+        let all = attend(gpu, &cache, &tokens, &queries, 0.5, None, 1 << 12, Some(64));
+        for (t, all) in all.chunks_exact(width).enumerate() {
+            let query = &queries[t * width..(t + 1) * width];
+            let one = attend(gpu, &cache, &tokens[t..=t], query, 0.5, None, 1 << 12, Some(64));
+            assert_eq!(one, all, "{format:?}, token {t}");
+        }
+    }
+}
+
 /// Tokens of several sessions, some of them a prompt's.
 fn mixed_tokens() -> Vec<(usize, usize, usize)> {
     let mut tokens: Vec<_> = (250..270).map(|position| (0, position, 0)).collect();
@@ -1083,38 +1103,53 @@ fn experts_are_chosen_weighed_and_listed_as_on_the_cpu() {
     }
 }
 
-/// One token's ids, weights, list, pairs and the logits that others see.
-fn routed(gpu: &Gpu, moe: &MoeSpec, weights: &Weights, x: &[f32], bias: Option<&Slice>) -> [Vec<u32>; 5] {
+/// One token's ids, weights and halt, list, pairs and the logits that others see, of steps in a row: while experts are
+/// missing, behind the halt that this has set, and from when the halt is 0 again and they are there.
+fn routed(
+    gpu: &Gpu,
+    moe: &MoeSpec,
+    weights: &Weights,
+    x: &[f32],
+    bias: Option<&Slice>,
+) -> Vec<[Vec<u32>; 5]> {
     let (n_experts, top_k) = (moe.n_experts, moe.top_k);
     let (logits, x) = (stale(gpu, n_experts), floats(gpu, x));
-    let slots: Vec<u32> =
-        (0..n_experts as u32).map(|e| if e % 3 == 1 { WorkList::ABSENT } else { e }).collect();
-    let outputs = || {
+    let all: Vec<u32> = (0..n_experts as u32).collect();
+    let some: Vec<u32> = all.iter().map(|&e| if e % 3 == 1 { WorkList::ABSENT } else { e }).collect();
+    let [two, one] = [None, Some((weights, &x))].map(|router| {
+        let (ids, shares, seen) =
+            (stale(gpu, top_k), floats(gpu, &vec![0.0; top_k + 1]), stale(gpu, n_experts));
         let list =
             WorkList { entries: stale(gpu, 4 + 4 * top_k), pairs: stale(gpu, top_k), tokens: 1, top_k };
-        (stale(gpu, top_k), stale(gpu, top_k), list, stale(gpu, n_experts))
-    };
-    let [two, one] = [None, Some((weights, &x))].map(|router| {
-        let (ids, shares, list, seen) = outputs();
-        let slots = words(gpu, &slots);
+        let slots = words(gpu, &some);
         let inputs = RouteInputs { logits: &logits, bias, correction: bias, router, slots: &slots };
         let places = RouteOutputs { ids: &ids, weights: &shares, list: &list, seen: Some((&seen, 0)) };
-        let route = Route::new(gpu, 1, moe, inputs, places).unwrap();
-        assert_eq!(route.makes_logits(1), router.is_some());
+        let halt = Halt { words: &shares, at: top_k };
+        let route = Route::halting(gpu, 1, moe, inputs, places, Some((halt, 3.0))).unwrap();
         let columns = Columns::whole(logits.clone(), n_experts);
         let product = FloatMatmul::new(gpu, weights, &x, 1, &columns).unwrap();
-        // Again, as it must leave everything ready for the next time.
-        for _ in 0..3 {
-            run(gpu, |step| {
-                if router.is_none() {
-                    product.record(step, 1);
+        (0..4)
+            .map(|round| {
+                if round == 2 {
+                    gpu.write(&slots, 0, &all.iter().flat_map(|e| e.to_le_bytes()).collect::<Vec<_>>());
+                    gpu.write(&shares, 4 * top_k as u64, &0f32.to_le_bytes());
                 }
-                route.record(step, 1);
-            });
-        }
-        [&ids, &shares, &list.entries, &list.pairs, &seen].map(|slice| read_words(gpu, slice))
+                run(gpu, |step| {
+                    // Where a device binds too few buffers there is no such kernel.
+                    if !route.makes_logits(1) {
+                        product.record(step, 1);
+                    }
+                    route.record(step, 1);
+                });
+                [&ids, &shares, &list.entries, &list.pairs, &seen].map(|slice| read_words(gpu, slice))
+            })
+            .collect::<Vec<_>>()
     });
     assert_eq!(one, two, "{moe:?}");
+    let halt = |round: usize| f32::from_bits(one[round][1][top_k]);
+    let missing = one[0][0].iter().any(|&expert| expert % 3 == 1);
+    assert_eq!([halt(0), halt(1), halt(2)], if missing { [3.0, 3.0, 0.0] } else { [0.0; 3] }, "{moe:?}");
+    assert_eq!(one[1][2][0], if missing { 0 } else { top_k as u32 }, "entries behind a halt");
     one
 }
 
@@ -1140,8 +1175,8 @@ fn a_router_that_makes_its_logits_chooses_as_two_kernels_do() {
         let mut x = random.values(cols);
         routed(gpu, &moe, &weights, &x, biased.then_some(&bias));
         x[cols / 2] = f32::NAN;
-        let [_, shares, ..] = routed(gpu, &moe, &weights, &x, biased.then_some(&bias));
-        assert!(shares.iter().all(|&share| f32::from_bits(share).is_nan()), "{shares:?}");
+        let [_, shares, ..] = &routed(gpu, &moe, &weights, &x, biased.then_some(&bias))[0];
+        assert!(shares[..moe.top_k].iter().all(|&share| f32::from_bits(share).is_nan()), "{shares:?}");
     }
 }
 

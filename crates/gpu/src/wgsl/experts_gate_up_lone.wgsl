@@ -1,8 +1,7 @@
 // Gate, up and SwiGLU of one token's experts, a workgroup for 32 rows of either: as many and as small as those of a plain
-// product, which fill a device best. Two workgroups meet: each posts its sums as atomic words, and the one that comes
-// second makes hidden values of both. WGSL knows no order between what workgroups write but that of each atomic word; so a
-// sum is its own proof that it is there: words are EMPTY until it is posted, and again when it was taken. The hidden values stay
-// floats, which down quantises (coded_own.wgsl). Workgroups: (2 * block + 0 for gate or 1 for up, entries).
+// product, which fill a device best. Gate and up of a row meet in an atomic word, which is EMPTY before and after: whoever
+// comes first leaves its sum there, whoever comes second finds it, and makes the hidden value of both. It stays a float, which
+// down quantises (coded_own.wgsl). Workgroups: (2 * block + 0 for gate or 1 for up, entries).
 //
 // Needs: coded.wgsl, coded_plane.wgsl, experts.wgsl, experts_glu.wgsl, const TOP_K.
 
@@ -11,67 +10,54 @@ struct Params { rows: u32, tiles: u32, gate: u32, up: u32, slot: u32, nothing: u
 var<immediate> p: Params;
 
 @group(0) @binding(5) var<storage, read_write> hidden: array<f32>;
-// By place and block: 32 sums of gate, 32 of up, and how many of the two workgroups have come.
+// By place, a word for each row of its blocks.
 @group(0) @binding(6) var<storage, read_write> post: array<atomic<u32>>;
 
 // A NaN that no product makes here.
 const EMPTY: u32 = 0xffffffffu;
-const ROW: u32 = 65u;
 
-var<workgroup> own: array<f32, 32>;
-var<workgroup> before: u32;
+var<private> first_place: u32;
+var<private> block: u32;
+var<private> is_up: bool;
 
-fn finish(job: ptr<function, Job>, chain: Chain, sum: vec2<f32>) {
-    own[2u * chain.pair] = sum.x;
-    own[2u * chain.pair + 1u] = sum.y;
+fn leave(row: u32, sum: f32) -> u32 {
+    let bits = bitcast<u32>(sum);
+    let words = (p.rows + 31u) / 32u * 32u;
+    return atomicExchange(&post[first_place * words + row], select(bits, 0x7fc00000u, bits == EMPTY));
 }
 
-// Takes what another workgroup posted, or is about to.
-fn taken(at: u32) -> f32 {
-    var bits = EMPTY;
-    while (bits == EMPTY) {
-        bits = atomicLoad(&post[at]);
+fn make(row: u32, sum: f32, found: u32) {
+    if (found == EMPTY) {
+        return;
     }
-    atomicStore(&post[at], EMPTY);
-    return bitcast<f32>(bits);
+    let words = (p.rows + 31u) / 32u * 32u;
+    atomicStore(&post[first_place * words + row], EMPTY);
+    let other = bitcast<f32>(found);
+    if (row < p.rows) {
+        hidden[first_place * p.rows + row] = silu(select(sum, other, is_up)) * select(other, sum, is_up);
+    }
+}
+
+fn finish(job: ptr<function, Job>, chain: Chain, sum: vec2<f32>) {
+    let row = 32u * block + 2u * chain.pair;
+    let first = leave(row, sum.x);
+    let second = leave(row + 1u, sum.y);
+    make(row, sum.x, first);
+    make(row + 1u, sum.y, second);
 }
 
 @compute @workgroup_size(THREADS)
 fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
     let e = entry(wg.y);
-    let block = wg.x / 2u;
-    let is_up = wg.x % 2u;
+    first_place = e.first;
+    block = wg.x / 2u;
+    is_up = wg.x % 2u == 1u;
     var job: Job;
-    job.at = block * p.tiles * TILE + e.slot * p.slot + select(p.gate, p.up, is_up == 1u);
+    job.at = block * p.tiles * TILE + e.slot * p.slot + select(p.gate, p.up, is_up);
     job.split = 0xffffffffu;
     job.tiles = p.tiles;
     job.items = select(0u, p.tiles, e.count > 0u);
     job.count = e.count;
     job.rows[0] = pair_of(e, 0u) / TOP_K;
     products(&job, lane);
-    workgroupBarrier();
-    let meeting = (e.first * ((p.rows + 31u) / 32u) + block) * ROW;
-    let works = lane < 32u && e.count > 0u;
-    if (works) {
-        let bits = bitcast<u32>(own[lane]);
-        atomicStore(&post[meeting + 32u * is_up + lane], select(bits, 0x7fc00000u, bits == EMPTY));
-    }
-    workgroupBarrier();
-    if (lane == 0u) {
-        before = 0u;
-        if (e.count > 0u) {
-            before = atomicAdd(&post[meeting + 64u], 1u);
-        }
-    }
-    if (workgroupUniformLoad(&before) == 1u && works) {
-        let gate = taken(meeting + lane);
-        let up = taken(meeting + 32u + lane);
-        if (lane == 0u) {
-            atomicStore(&post[meeting + 64u], 0u);
-        }
-        let row = 32u * block + lane;
-        if (row < p.rows) {
-            hidden[e.first * p.rows + row] = silu(gate) * up;
-        }
-    }
 }

@@ -4,7 +4,7 @@
 // Everything is exact: the sum of a softmax follows the CPU's sixteen lanes and their tree, and an expert's rank is
 // the number of those that come before it, so that no order of threads matters.
 //
-// Needs: norm_float.wgsl, const EXPERTS, TOP_K, TOKENS, SIGMOID, NORM (by no less than NORM_MIN), GROUPS (of which TOP_GROUPS are chosen; 1
+// Needs: norm_float.wgsl, route_keys.wgsl, const EXPERTS, TOP_K, TOKENS, SIGMOID, NORM (by no less than NORM_MIN), GROUPS (of which TOP_GROUPS are chosen; 1
 // if there are none), TOP_GROUPS, BEST_TWO, LISTED (the work list is made too), HALTS (word HALT of the weights stops
 // it, and becomes p.number where experts are missing); the buffers logits (f32), ids (u32),
 // weights (f32), and, if LISTED, slots (u32), work (u32), pairs (u32); fn bias_of(expert), correction_of(expert),
@@ -27,28 +27,15 @@ var<workgroup> chosen: array<u32, TOKENS * TOP_K>;
 var<workgroup> leads: array<u32, TOKENS * TOP_K>;
 var<workgroup> entries: atomic<u32>;
 var<workgroup> missing: atomic<u32>;
-
-/// Orders like the number, both zeros alike; NaN is 0, the least of all.
-fn key_of(x: f32) -> u32 {
-    let bits = bitcast<u32>(x);
-    let magnitude = bits & 0x7fffffffu;
-    let key = select(bits | 0x80000000u, ~bits, bits > 0x80000000u);
-    return select(select(key, 0x80000000u, magnitude == 0u), 0u, magnitude > 0x7f800000u);
-}
-
-/// The number of a key, but for NaN.
-fn of_key(key: u32) -> f32 {
-    return bitcast<f32>(select(~key, key & 0x7fffffffu, key >= 0x80000000u));
-}
+var<workgroup> halted: bool;
 
 @compute @workgroup_size(THREADS)
 fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
     let first = wg.x * TOKENS;
     let tokens = min(TOKENS, p.tokens - first);
-    // Nothing waits for it but what is written.
-    var goes_on = true;
-    if (HALTS) {
-        goes_on = weights[HALT] == 0.0;
+    // Read before anybody can set it: nothing but a barrier orders what lanes do with memory.
+    if (lane == 0u) {
+        halted = HALTS && weights[HALT] != 0.0;
     }
     for (var i = lane; i < tokens * EXPERTS; i += THREADS) {
         let logit = logits[first * EXPERTS + i] + bias_of(i % EXPERTS);
@@ -136,6 +123,7 @@ fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) l
         }
     }
     workgroupBarrier();
+    let goes_on = !halted;
     for (var i = lane; i < tokens * TOP_K; i += THREADS) {
         let token = i / TOP_K;
         let expert = order[i];
@@ -162,17 +150,4 @@ fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) l
         workgroupBarrier();
         list(tokens * TOP_K, lane, goes_on);
     }
-}
-
-fn allowed(token: u32, group: u32) -> bool {
-    if (GROUPS == 1u) {
-        return true;
-    }
-    let key = group_keys[token * GROUPS + group];
-    var rank = 0u;
-    for (var g = 0u; g < GROUPS; g++) {
-        let other = group_keys[token * GROUPS + g];
-        rank += select(0u, 1u, other > key || (other == key && g < group));
-    }
-    return rank < TOP_GROUPS;
 }

@@ -1,7 +1,7 @@
 // What route.wgsl and route_list.wgsl do, of one token: fewer waits, as everything else waits for it. A lane keeps
 // what it has of its experts, sees the keys of all, and nothing is counted that can be told from the ranking.
 //
-// Needs: what route.wgsl needs but TOKENS, LISTED, logits; const THREADS, PER (experts of a lane), SPREAD (lanes that share
+// Needs: route_keys.wgsl; what route.wgsl needs but TOKENS, LISTED, logits; const THREADS, PER (experts of a lane), SPREAD (lanes that share
 // the ranking of an expert), PADDED (EXPERTS, up to whole runs of keys); fn logit_of(expert), called once for each.
 
 struct Params { parts: u32, scale: f32, number: f32, seen: u32, nothing: u32 }
@@ -20,19 +20,7 @@ var<workgroup> lanes: array<f32, 16>;
 var<workgroup> peaks: array<u32, THREADS / 4u>;
 var<workgroup> group_keys: array<u32, GROUPS>;
 var<workgroup> order: array<u32, TOP_K>;
-
-/// Orders like the number, both zeros alike; NaN is 0, the least of all.
-fn key_of(x: f32) -> u32 {
-    let bits = bitcast<u32>(x);
-    let magnitude = bits & 0x7fffffffu;
-    let key = select(bits | 0x80000000u, ~bits, bits > 0x80000000u);
-    return select(select(key, 0x80000000u, magnitude == 0u), 0u, magnitude > 0x7f800000u);
-}
-
-/// The number of a key, but for NaN.
-fn of_key(key: u32) -> f32 {
-    return bitcast<f32>(select(~key, key & 0x7fffffffu, key >= 0x80000000u));
-}
+var<workgroup> halted: bool;
 
 fn is_nan(x: f32) -> bool {
     return (bitcast<u32>(x) & 0x7fffffffu) > 0x7f800000u;
@@ -40,10 +28,9 @@ fn is_nan(x: f32) -> bool {
 
 /// Called by a whole workgroup.
 fn route(lane: u32, width: u32, place: u32) {
-    // Nothing waits for it but what is written.
-    var goes_on = true;
-    if (HALTS) {
-        goes_on = weights[HALT] == 0.0;
+    // Read before lane 0 may set it, long before it is needed.
+    if (lane == 0u) {
+        halted = HALTS && weights[HALT] != 0.0;
     }
     var score: array<f32, PER>;
     var correction_ahead: array<f32, PER>;
@@ -122,7 +109,7 @@ fn route(lane: u32, width: u32, place: u32) {
         }
         workgroupBarrier();
         for (var i = lane; i < EXPERTS; i += THREADS) {
-            if (!allowed(i / SIZE)) {
+            if (!allowed(0u, i / SIZE)) {
                 keys[i] = 0u;
             }
         }
@@ -155,6 +142,7 @@ fn route(lane: u32, width: u32, place: u32) {
     if (lane >= TOP_K) {
         return;
     }
+    let goes_on = !halted;
     let expert = order[lane];
     var divisor = 0.0;
     var before = 0u;
@@ -189,14 +177,4 @@ fn route(lane: u32, width: u32, place: u32) {
             weights[HALT] = p.number;
         }
     }
-}
-
-fn allowed(group: u32) -> bool {
-    let key = group_keys[group];
-    var rank = 0u;
-    for (var g = 0u; g < GROUPS; g++) {
-        let other = group_keys[g];
-        rank += select(0u, 1u, other > key || (other == key && g < group));
-    }
-    return rank < TOP_GROUPS;
 }

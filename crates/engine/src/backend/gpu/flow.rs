@@ -27,6 +27,12 @@ pub(super) const HALT_BYTES: u64 = 16;
 /// the next ones (EXP-GPU-02).
 const LAYERS_AT_ONCE: usize = 6;
 
+#[cfg(test)]
+thread_local! {
+    /// Steps of this thread that had been recorded ahead.
+    pub(super) static FORESEEN: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
+}
+
 /// What the host knows of layers on their way.
 pub(super) struct Flow {
     /// Tokens of a step that may halt.
@@ -213,6 +219,8 @@ impl GpuBackend {
         let like = |step: &Foreseen| whole && (step.tokens, step.visible) == (self.tokens, self.visible);
         let (reading, then) = match self.flow.foreseen.take().filter(like) {
             Some(Foreseen { step, reading, .. }) => {
+                #[cfg(test)]
+                FORESEEN.set(FORESEEN.get() + 1);
                 self.pending = Pending::Nothing;
                 (reading, Some(step))
             }

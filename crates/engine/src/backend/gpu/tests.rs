@@ -9,6 +9,7 @@ use smoe_gpu::{Gpu, Software};
 use smoe_meter::TierSnapshot;
 use smoe_testkit::TinyModel;
 
+use super::flow::FORESEEN;
 use crate::plan::{PlanRequest, RingSize};
 use crate::{Control, DeviceChoice, Engine, EngineOptions, Session, Vault};
 
@@ -51,6 +52,7 @@ fn engine(model: &TinyModel) -> Option<(tempfile::TempDir, Vault, Engine)> {
         context: Some(256),
         chunk: Some(32),
         threads: Some(1),
+        sessions: 3,
         ..PlanRequest::default()
     };
     let options = EngineOptions { plan, device: DeviceChoice::Gpu(None), ..EngineOptions::default() };
@@ -69,12 +71,65 @@ fn a_step_that_was_recorded_ahead_is_the_one_that_comes() {
         engine.sync(&mut session, &all[..held], &mut Control::default()).unwrap();
         let positions = held..all.len().min(held + 14);
         let mut one = |at: usize| step(&mut engine, &mut session, at, &all[at..=at], 0..0).0;
+        let before = FORESEEN.get();
         let ahead: Vec<_> = positions.clone().map(&mut one).collect();
+        assert_eq!(FORESEEN.get() - before, positions.len() - 1, "from {held}");
         // Backwards no step is like the one that was expected.
-        for (at, ahead) in positions.zip(ahead).rev() {
+        for (at, ahead) in positions.clone().zip(ahead).rev() {
             assert!(one(at) == ahead, "position {at}");
         }
+        assert_eq!(FORESEEN.get() - before, positions.len() - 1, "backwards from {held}");
         engine.close(session, false);
+    }
+}
+
+#[test]
+fn a_step_that_was_recorded_ahead_fits_whatever_comes_between() {
+    let model = TinyModel::qwen2(34);
+    let Some((_dir, vault, mut engine)) = engine(&model) else { return };
+    let [a, b, c] = [1, 2, 3].map(|which| model.prompt(60, which));
+    let mut sync = |tokens: &[u32]| {
+        let mut session = engine.open_session().unwrap();
+        engine.sync(&mut session, tokens, &mut Control::default()).unwrap();
+        session
+    };
+    let (mut one, mut two, mut three) = (sync(&a[..50]), sync(&b[..51]), sync(&c[..20]));
+    // Not like what was expected after the last prompt.
+    let before = FORESEEN.get();
+    let (expected, _) = step(&mut engine, &mut two, 51, &b[51..=51], 0..0);
+    assert_eq!(FORESEEN.get(), before);
+    // Every expert of every layer.
+    let all = 0..vault.spec.n_layers();
+    for between in 0..4 {
+        // After it a step of a token that sees 52 positions is expected.
+        step(&mut engine, &mut one, 50, &a[50..=50], 0..0);
+        let taken = match between {
+            // Another session's.
+            0 => 1,
+            // One that halts, and leaves what was recorded for when nothing is missing.
+            1 => {
+                let (got, counted) = step(&mut engine, &mut two, 51, &b[51..=51], all.clone());
+                assert!(got == expected && counted.misses > 0, "{counted:?}");
+                1
+            }
+            // Three tokens, of which the last one has logits.
+            2 => {
+                step(&mut engine, &mut three, 20, &c[20..23], 0..0);
+                0
+            }
+            // One that is given up before it begins.
+            _ => {
+                engine.truncate(&mut two, 51);
+                let stop = std::sync::atomic::AtomicBool::new(true);
+                let mut control = Control::cancelled_by(&stop);
+                assert!(engine.sync(&mut two, &b[..53], &mut control).is_err());
+                1
+            }
+        };
+        let before = FORESEEN.get();
+        let (got, _) = step(&mut engine, &mut two, 51, &b[51..=51], 0..0);
+        assert!(got == expected, "after {between}");
+        assert_eq!(FORESEEN.get() - before, taken, "after {between}");
     }
 }
 
