@@ -357,6 +357,7 @@ impl Work<'_> {
         self.partial.sync()?;
         let ledger = Ledger::new(journal_path, journal, [&data.experts.0, &data.backbone.0], total);
 
+        let read_before = self.checkpoint.bytes_read();
         self.progress.phase("encoding");
         self.progress.start(total);
         self.progress.advance(done.load(Ordering::Relaxed));
@@ -399,6 +400,7 @@ impl Work<'_> {
             Err(e) => return Err(e),
             Ok(false) => return Err(cancelled()),
         }
+        self.progress.encoded(self.checkpoint.bytes_read() - read_before);
         let crcs: Vec<u32> = crcs.iter().map(|crc| *crc.get().expect("all items are done")).collect();
         let mut experts = plan.experts.clone();
         if experts.coded {

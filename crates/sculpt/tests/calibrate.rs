@@ -5,7 +5,7 @@ mod common;
 
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use common::{Random, Tiny, Type, Vault, files, run, settings};
 use smoe_sculpt::calibrate::{Document, Head, collect};
@@ -257,4 +257,35 @@ fn calibrated_codes_keep_the_budget() {
             assert!(found <= wanted + most && found > wanted - 0.1, "{name}: {found}");
         }
     }
+}
+
+/// Counts what is read of a checkpoint.
+#[derive(Default)]
+struct Read(AtomicU64);
+
+impl Progress for Read {
+    fn encoded(&self, source_bytes: u64) {
+        self.0.fetch_add(source_bytes, Ordering::Relaxed);
+    }
+}
+
+#[test]
+fn what_a_cut_model_reads_of_its_checkpoint_is_its_own_part() {
+    let dir = tempfile::tempdir().unwrap();
+    let checkpoint = dir.path().join("checkpoint");
+    let tiny = Tiny::qwen3(Type::Bf16, 63);
+    tiny.write(&checkpoint, 2);
+    let read = |name: &str, max_experts| {
+        let settings = Settings { max_experts, ..settings(4, BackboneBits::Q8) };
+        let read = Read::default();
+        sculpt(&checkpoint, &dir.path().join(name), &settings, &read, &NEVER).unwrap();
+        read.0.into_inner()
+    };
+    let bytes = |of: &dyn Fn(&str) -> bool| -> u64 {
+        tiny.tensors.iter().filter(|(name, _)| of(name)).map(|(_, tensor)| tensor.bytes.len() as u64).sum()
+    };
+    assert_eq!(read("whole", None), bytes(&|_| true));
+    let left_out = |name: &str| ["experts.3.", "experts.4.", "experts.5."].iter().any(|n| name.contains(n));
+    let router = bytes(&|name| name.ends_with("mlp.gate.weight"));
+    assert_eq!(read("cut", Some(3)), bytes(&|name| !left_out(name)) - router / 2);
 }
