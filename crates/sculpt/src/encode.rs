@@ -402,7 +402,7 @@ fn keep_budget<E>(
             less *= 2.0;
         }
         let next = expected(wanted);
-        if next == step {
+        if next == step && (spare >= 0.0 || step == expected(0.0)) {
             break;
         }
         step = next;
