@@ -13,7 +13,7 @@ use std::io::{self, IsTerminal};
 use std::path::Path;
 use std::time::Instant;
 
-use smoe_engine::{DeviceChoice, Engine, EngineOptions};
+use smoe_engine::{DeviceChoice, Engine, EngineOptions, forecast};
 
 use crate::args::BenchArgs;
 use crate::failure::Failure;
@@ -74,11 +74,17 @@ fn vault(args: &BenchArgs, path: &Path) -> Result<Record, Failure> {
     let mut engine = engine?;
     let open_s = started.elapsed().as_secs_f64();
     let spinner = progress::spinner("measuring the machine's ceilings");
+    // While the ring is not touched its memory is there for others. Of what a disk adds a forecast knows nothing.
+    let forecast = if engine.holds_all() {
+        let (plan, kernels) = (engine.plan(), smoe_engine::kernels(options.kernels.as_deref())?);
+        let rate = forecast::weights_rate(&vault, kernels, plan.threads, plan.ring_bytes());
+        Some(engine.forecast(&vault, rate)?)
+    } else {
+        None
+    };
     let ceilings = Ceilings::measure(&vault, &mut engine);
     spinner.finish_and_clear();
     let mut ceilings = ceilings?;
-    // Of what a disk adds it knows nothing.
-    let forecast = if engine.holds_all() { Some(engine.forecast(&vault, ceilings.memory())?) } else { None };
     let mut facts = Facts { open_s, forecast, ..Facts::default() };
     let started = Instant::now();
     let before = engine.store_snapshot();

@@ -35,6 +35,8 @@ pub fn plan(args: &PlanArgs) -> Result<(), Failure> {
             "budget_bytes": plan.budget_bytes,
             "backbone_bytes": plan.backbone_bytes,
             "kv_bytes": plan.kv_bytes,
+            "state_bytes": plan.state_bytes,
+            "snapshots": plan.snapshots,
             "activation_bytes": plan.activation_bytes,
             "fixed_bytes": plan.fixed_bytes,
             "text_bytes": plan.reserved_bytes,
@@ -65,6 +67,10 @@ pub fn plan(args: &PlanArgs) -> Result<(), Failure> {
     row("backbone", plan.backbone_bytes, "resident".to_owned())?;
     let kv = format!("{:?}", plan.kv).to_lowercase();
     row("KV cache", plan.kv_bytes, format!("{} positions in {kv}", plan.context))?;
+    if plan.state_bytes > 0 {
+        let note = format!("linear attention: 2 a session, {} snapshots to go back to", plan.snapshots);
+        row("states", plan.state_bytes, note)?;
+    }
     row("activations", plan.activation_bytes, format!("steps of up to {} tokens", plan.chunk))?;
     row("fixed", plan.fixed_bytes, format!("{} compute threads", plan.threads))?;
     row("text", plan.reserved_bytes, "tokeniser".to_owned())?;

@@ -78,17 +78,6 @@ pub fn memory(buffer: &[u8], kernels: Kernels, threads: usize, passes: usize) ->
     }
 }
 
-/// Bytes of the buffer of [`memory_rate`] at most: beyond most caches.
-const MEMORY_BYTES: u64 = 512 << 20;
-
-/// How fast memory streams, bytes per second, measured in some tenths of a second with a buffer of at most `room` bytes.
-#[must_use]
-pub fn memory_rate(kernels: Kernels, threads: usize, room: u64) -> f64 {
-    let mut buffer = vec![0; MEMORY_BYTES.min(room).max(1 << 20) as usize];
-    touch(&mut buffer, threads);
-    memory(&buffer, kernels, threads, 3).bytes_per_s
-}
-
 /// A disk read at several depths.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DiskCeiling {

@@ -1,7 +1,7 @@
 //! The memory plan: what a model will hold, answered before anything is claimed.
 //!
 //! ```text
-//! budget = backbone + KV + activations + fixed + reserved + ring * slot
+//! budget = backbone + KV + states + activations + fixed + reserved + ring * slot
 //! ```
 //!
 //! What remains after everything else goes to the ring, up to all experts. The floor is `top_k` slots, so
@@ -15,7 +15,7 @@ use smoe_kernels::KvType;
 
 use crate::EngineError;
 use crate::backend::cpu::CpuBackend;
-use crate::kv::KvCache;
+use crate::kv::{self, KvCache};
 use crate::memory::MemoryFacts;
 use crate::rope::RopeTable;
 use crate::sampler::Sampler;
@@ -65,6 +65,8 @@ pub struct Plan {
     pub backbone_bytes: u64,
     /// Keys and values of all sessions.
     pub kv_bytes: u64,
+    /// States of layers with linear attention: two a session, and snapshots.
+    pub state_bytes: u64,
     /// Planes of a step, RoPE tables, logits and sampler of each session.
     pub activation_bytes: u64,
     /// Code, stacks, tables, reader buffers.
@@ -91,6 +93,8 @@ pub struct Plan {
     pub sessions: usize,
     /// Positions of the KV cache, in all.
     pub kv_positions: usize,
+    /// Snapshots of states, to which conversations can go back.
+    pub snapshots: usize,
 }
 
 /// What the plan is made for.
@@ -117,6 +121,10 @@ const CHUNK: usize = 512;
 /// A longer automatic chunk, which reads the experts of a long prompt fewer times, may take this part of the
 /// budget for its planes.
 const CHUNK_SHARE: u64 = 8;
+/// Snapshots of states may take this part of the budget, but there is one per session at least, and so many at most.
+/// EXP-ENGINE-09.
+const SNAPSHOT_SHARE: u64 = 32;
+const MAX_SNAPSHOTS: usize = 16;
 /// An automatic context asks for no more than this; longer ones are for the user to name.
 const CONTEXT: usize = 8192;
 /// The widest step.
@@ -142,7 +150,7 @@ impl Plan {
             return Err(setting("--memory", Bytes(memory).to_string(), rule));
         }
         let budget_bytes = request.memory.unwrap_or_else(|| facts.budget());
-        let kv = request.kv.unwrap_or(if subject.all_float { KvType::F32 } else { KvType::F16 });
+        let kv_type = request.kv.unwrap_or(if subject.all_float { KvType::F32 } else { KvType::F16 });
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let threads = request.threads.unwrap_or(cores);
         if !(1..=1024).contains(&threads) {
@@ -167,10 +175,14 @@ impl Plan {
         let ring_floor = spec.moe.top_k.min(n_experts);
         let fixed_bytes = FIXED_BYTES + subject.decode_bytes;
         let kv_contexts = if request.kv_contexts == 0 { sessions } else { request.kv_contexts };
-        let kv_bytes = |context: usize| KvCache::bytes(spec, kv, context * kv_contexts);
+        let state = kv::state_bytes(spec);
+        let snapshots = (budget_bytes / SNAPSHOT_SHARE).checked_div(state).unwrap_or(0) as usize;
+        let snapshots = if state > 0 { snapshots.clamp(sessions, MAX_SNAPSHOTS * sessions) } else { 0 };
+        let state_bytes = state * (2 * sessions + snapshots) as u64;
+        let kv_bytes = |context: usize| KvCache::bytes(spec, kv_type, context * kv_contexts);
         let activation_bytes = |chunk: usize, context: usize| {
             let per_session = Sampler::bytes(spec.vocab_size) + 4 * spec.vocab_size as u64;
-            CpuBackend::activation_bytes(spec, subject.groups, chunk, context, threads)
+            CpuBackend::activation_bytes(spec, subject.groups, kv_type, chunk, context, threads)
                 + RopeTable::bytes(spec.rope_dim(), context)
                 + sessions as u64 * per_session
         };
@@ -179,6 +191,7 @@ impl Plan {
                 + fixed_bytes
                 + request.reserved
                 + kv_bytes(context)
+                + state_bytes
                 + activation_bytes(chunk, context)
         };
         let ring_min = match request.ring {
@@ -229,6 +242,7 @@ impl Plan {
             budget_bytes,
             backbone_bytes: subject.backbone_bytes,
             kv_bytes: kv_bytes(context),
+            state_bytes,
             activation_bytes: activation_bytes(chunk, context),
             fixed_bytes,
             reserved_bytes: request.reserved,
@@ -239,9 +253,10 @@ impl Plan {
             context,
             chunk,
             threads,
-            kv,
+            kv: kv_type,
             sessions,
             kv_positions: context * kv_contexts,
+            snapshots,
         })
     }
 
@@ -262,6 +277,7 @@ impl Plan {
     pub const fn floor_bytes(&self) -> u64 {
         self.backbone_bytes
             + self.kv_bytes
+            + self.state_bytes
             + self.activation_bytes
             + self.fixed_bytes
             + self.reserved_bytes

@@ -384,7 +384,10 @@ impl Scheduler {
         let plan = self.engine.plan();
         let Self { running, sessions, shares, .. } = self;
         let (context, chunk) = (plan.context, plan.chunk);
-        let drafts = answering == 1 && prompts == 0 && alone.is_none() && self.options.speculate;
+        // A state that has seen a guess cannot take it back.
+        let takes_back = self.engine.spec().delta.is_none();
+        let drafts =
+            answering == 1 && prompts == 0 && alone.is_none() && self.options.speculate && takes_back;
         shares.clear();
         for (job, (active, session)) in running.iter_mut().zip(&mut *sessions).enumerate() {
             if !takes_part(active) || !active.adopted {
@@ -450,8 +453,12 @@ impl Scheduler {
         }
     }
 
-    /// Leading tokens that the `j`-th job holds, or will hold before one with these tokens goes on.
+    /// Leading tokens that the `j`-th job holds, or will hold before one with these tokens goes on. None of a model with
+    /// states: which of them will have a snapshot is not known before.
     fn shared(&self, tokens: &[u32], j: usize) -> usize {
+        if self.engine.spec().delta.is_some() {
+            return 0;
+        }
         let other = &self.running[j].tokens;
         let common = tokens.iter().zip(other).take_while(|(a, b)| a == b).count() / BLOCK * BLOCK;
         if 2 * common >= tokens.len() { common } else { common.min(self.sessions[j].len() / BLOCK * BLOCK) }

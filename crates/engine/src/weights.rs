@@ -5,10 +5,11 @@ use std::sync::Mutex;
 
 use smoe_format::backbone::LayerPart as P;
 use smoe_format::{BackboneTensor, Encoding, FfnKind, ModelSpec, file_name};
-use smoe_kernels::Matrix;
+use smoe_kernels::{DeltaWeights, Matrix};
 use smoe_store::{AlignedBuf, Disk};
 
 use crate::EngineError;
+use crate::kv;
 use crate::vault::Vault;
 
 /// Bytes of a read; large enough for any drive's full speed.
@@ -61,6 +62,7 @@ pub enum LayerFfn {
 }
 
 /// What makes queries, and what is remembered, of a token.
+#[allow(clippy::large_enum_variant, reason = "one a layer, and all of one kind")]
 #[derive(Clone, Debug)]
 pub enum Projections {
     /// Heads of their own.
@@ -75,6 +77,8 @@ pub enum Projections {
         bias: Option<[Vec<f32>; 3]>,
         /// For queries and keys: `[head_dim]`, or as long as all their heads.
         norm: Option<[Vec<f32>; 2]>,
+        /// `[n_heads * head_dim, d_model]`, what outputs are multiplied with the sigmoid of.
+        gate: Option<Tensor>,
     },
     /// A latent that all heads share.
     Latent {
@@ -90,7 +94,47 @@ pub enum Projections {
         k_up: Tensor,
         /// `[n_heads * value_dim, kv_rank]`.
         v_up: Tensor,
+        /// What chooses the positions that are seen.
+        indexer: Option<Indexer>,
     },
+    /// A gated delta net: a state instead of what is remembered.
+    Delta(Box<Delta>),
+}
+
+/// What goes into a gated delta net.
+#[derive(Clone, Debug)]
+pub struct Delta {
+    /// `[n_key_heads * key_dim, d_model]`.
+    pub q: Tensor,
+    /// `[n_key_heads * key_dim, d_model]`.
+    pub k: Tensor,
+    /// `[n_value_heads * value_dim, d_model]`.
+    pub v: Tensor,
+    /// `[n_value_heads * value_dim, d_model]`, what normed outputs are multiplied with SiLU of.
+    pub gate: Tensor,
+    /// `[n_value_heads, d_model]`.
+    pub beta: Tensor,
+    /// `[n_value_heads, d_model]`.
+    pub decay: Tensor,
+    /// Convolution and decay.
+    pub weights: DeltaWeights,
+    /// `[value_dim]`, of each head's output.
+    pub norm: Vec<f32>,
+}
+
+/// The indexer of sparse attention.
+#[derive(Clone, Debug)]
+pub struct Indexer {
+    /// `[n_heads * head_dim, q_rank]`, of its own heads.
+    pub q: Tensor,
+    /// `[head_dim, d_model]`.
+    pub k: Tensor,
+    /// `[head_dim]`.
+    pub k_norm: Vec<f32>,
+    /// `[head_dim]`.
+    pub k_norm_bias: Vec<f32>,
+    /// `[n_heads, d_model]`.
+    pub weights: Tensor,
 }
 
 /// A layer's resident weights.
@@ -152,7 +196,7 @@ impl Weights {
         let embed = source.matrix(BackboneTensor::Embed)?;
         let head = if spec.tied_head { embed.clone() } else { source.matrix(BackboneTensor::Head)? };
         let layers = (0..spec.n_layers()).map(|layer| source.layer(spec, layer)).collect::<Result<_, _>>()?;
-        let final_norm = source.vector(BackboneTensor::FinalNorm)?;
+        let final_norm = source.values(BackboneTensor::FinalNorm)?;
         Ok(Self { embed, layers, final_norm, head, buffer })
     }
 
@@ -173,13 +217,27 @@ impl Weights {
             };
             let ffn = ffn.map(|ffn| [&ffn.gate, &ffn.up, &ffn.down]);
             let projections = match &layer.projections {
-                Projections::Heads { q, k, v, .. } => [Some(q), Some(k), Some(v), None, None],
+                Projections::Heads { q, k, v, gate, .. } => {
+                    [Some(q), Some(k), Some(v), gate.as_ref(), None, None]
+                }
                 Projections::Latent { q_down, q, kv_down, k_up, v_up, .. } => {
-                    [q_down.as_ref().map(|(down, _)| down), Some(q), Some(kv_down), Some(k_up), Some(v_up)]
+                    let q_down = q_down.as_ref().map(|(down, _)| down);
+                    [q_down, Some(q), Some(kv_down), Some(k_up), Some(v_up), None]
+                }
+                Projections::Delta(delta) => {
+                    let Delta { q, k, v, gate, beta, decay, .. } = &**delta;
+                    [q, k, v, gate, beta, decay].map(Some)
                 }
             };
+            let indexer = match &layer.projections {
+                Projections::Latent { indexer: Some(Indexer { q, k, weights, .. }), .. } => {
+                    Some([q, k, weights])
+                }
+                _ => None,
+            };
+            let projections = projections.into_iter().flatten().chain(indexer.into_iter().flatten());
             let ffn = ffn.into_iter().flatten();
-            projections.into_iter().flatten().chain([&layer.o]).chain(router).chain(scale).chain(ffn)
+            projections.chain([&layer.o]).chain(router).chain(scale).chain(ffn)
         });
         [&self.embed, &self.head].into_iter().chain(layers)
     }
@@ -216,36 +274,65 @@ impl Source<'_> {
         })
     }
 
-    fn vector(&self, tensor: BackboneTensor) -> Result<Vec<f32>, EngineError> {
+    /// All values of a tensor of floats, row by row.
+    fn values(&self, tensor: BackboneTensor) -> Result<Vec<f32>, EngineError> {
         let stored = self.matrix(tensor)?;
-        let mut values = vec![0.0; stored.cols];
-        stored.encoding.decode_row(&self.buffer[stored.bytes], stored.cols, 0, &mut values);
+        let (bytes, n) = (&self.buffer[stored.bytes], stored.rows * stored.cols);
+        let mut values = vec![0.0; n];
+        // All rows as one long row.
+        stored.encoding.decode_row(bytes, n, 0, &mut values);
         Ok(values)
     }
 
     fn layer(&self, spec: &ModelSpec, index: usize) -> Result<LayerWeights, EngineError> {
         let tensor = |part| BackboneTensor::Layer(index as u32, part);
         let matrix = |part| self.matrix(tensor(part));
-        let vector = |part| self.vector(tensor(part));
+        let vector = |part| self.values(tensor(part));
         let ffn = |gate, up, down| {
             Ok::<_, EngineError>(Ffn { gate: matrix(gate)?, up: matrix(up)?, down: matrix(down)? })
         };
         let (a, moe) = (&spec.attention, &spec.moe);
-        let projections = match a.latent {
-            None => Projections::Heads {
+        let shape = kv::state_shape(spec).filter(|_| spec.delta_of(index).is_some());
+        let projections = match (a.latent, shape) {
+            (_, Some(shape)) => Projections::Delta(Box::new(Delta {
+                q: matrix(P::Q)?,
+                k: matrix(P::K)?,
+                v: matrix(P::V)?,
+                gate: matrix(P::OGate)?,
+                beta: matrix(P::Beta)?,
+                decay: matrix(P::Decay)?,
+                weights: DeltaWeights::new(
+                    &shape,
+                    &vector(P::Conv)?,
+                    &vector(P::DecayLog)?,
+                    &vector(P::DecayBias)?,
+                ),
+                norm: vector(P::DeltaNorm)?,
+            })),
+            (None, None) => Projections::Heads {
                 q: matrix(P::Q)?,
                 k: matrix(P::K)?,
                 v: matrix(P::V)?,
                 bias: if_so(a.qkv_bias, || Ok([vector(P::QBias)?, vector(P::KBias)?, vector(P::VBias)?]))?,
                 norm: if_so(a.qk_norm, || Ok([vector(P::QNorm)?, vector(P::KNorm)?]))?,
+                gate: if_so(a.gate, || matrix(P::OGate))?,
             },
-            Some(latent) => Projections::Latent {
+            (Some(latent), None) => Projections::Latent {
                 q_down: if_so(latent.q_rank > 0, || Ok((matrix(P::QDown)?, vector(P::QDownNorm)?)))?,
                 q: matrix(P::Q)?,
                 kv_down: matrix(P::KvDown)?,
                 kv_norm: vector(P::KvDownNorm)?,
                 k_up: matrix(P::KUp)?,
                 v_up: matrix(P::VUp)?,
+                indexer: if_so(a.indexer.is_some(), || {
+                    Ok(Indexer {
+                        q: matrix(P::IndexQ)?,
+                        k: matrix(P::IndexK)?,
+                        k_norm: vector(P::IndexKNorm)?,
+                        k_norm_bias: vector(P::IndexKNormBias)?,
+                        weights: matrix(P::IndexWeights)?,
+                    })
+                })?,
             },
         };
         let biases = [P::ExpertGateBias, P::ExpertUpBias, P::ExpertDownBias];
@@ -266,9 +353,9 @@ impl Source<'_> {
         Ok(LayerWeights {
             attn_norm: vector(P::AttnNorm)?,
             projections,
-            sinks: if_so(a.sinks, || vector(P::Sinks))?,
+            sinks: if_so(a.sinks && shape.is_none(), || vector(P::Sinks))?,
             o: matrix(P::O)?,
-            o_bias: if_so(a.o_bias, || vector(P::OBias))?,
+            o_bias: if_so(a.o_bias && shape.is_none(), || vector(P::OBias))?,
             ffn_norm: vector(P::FfnNorm)?,
             ffn,
         })

@@ -13,7 +13,6 @@ use std::sync::{Arc, LazyLock};
 use common::{bits, observe, open, options, write_tiny};
 use smoe_engine::plan::RingSize;
 use smoe_engine::{Control, DeviceChoice, Engine, EngineError, EngineOptions, Session};
-use smoe_format::spec::Multipliers;
 use smoe_gpu::{Gpu, GpuError, Software};
 use smoe_testkit::TinyModel;
 
@@ -45,7 +44,8 @@ fn on_gpu(options: &EngineOptions, slots: Option<usize>) -> EngineOptions {
 fn models(seed: u64) -> Vec<TinyModel> {
     let (able, unable): (Vec<_>, Vec<_>) = TinyModel::every(seed).into_iter().partition(|model| {
         let spec = &model.spec;
-        spec.attention.latent.is_none() && !spec.moe.expert_bias && spec.multipliers == Multipliers::default()
+        let has_kernels = spec.attention.latent.is_none() && spec.delta.is_none() && !spec.attention.gate;
+        has_kernels && !spec.moe.expert_bias
     });
     for model in unable {
         let dir = tempfile::tempdir().unwrap();

@@ -49,7 +49,8 @@ fn decoded_tokens_do_not_allocate() {
                 let after = ALLOCATOR.allocations();
                 let read = engine.store_snapshot().disk_bytes;
                 assert!(read > 0, "nothing was read");
-                assert_eq!(after - warm, 0, "{experts} {backbone}: allocations in 100 tokens");
+                let family = &vault.spec.model_type;
+                assert_eq!(after - warm, 0, "{family} {experts} {backbone}: allocations in 100 tokens");
             }
         }
     }

@@ -23,7 +23,10 @@ use smoe_testkit::TinyModel;
 use tempfile::TempDir;
 
 fn tiny() -> (TempDir, Vault, TinyModel) {
-    let model = TinyModel::qwen3(3);
+    tiny_of(TinyModel::qwen3(3))
+}
+
+fn tiny_of(model: TinyModel) -> (TempDir, Vault, TinyModel) {
     let dir = tempfile::tempdir().unwrap();
     let vault = write_tiny(dir.path(), &model, "q4/64", "q8/64");
     (dir, vault, model)
@@ -110,7 +113,17 @@ fn one(scheduler: &mut Scheduler, prompt: &[u32], n: usize) -> (Vec<u32>, usize)
 
 #[test]
 fn every_client_gets_the_tokens_that_it_gets_alone() {
-    let (_dir, vault, model) = tiny();
+    gets_the_tokens_that_it_gets_alone(TinyModel::qwen3(3));
+}
+
+/// Tokens of one step see choices of their own.
+#[test]
+fn so_does_every_client_of_sparse_attention() {
+    gets_the_tokens_that_it_gets_alone(TinyModel::glm_dsa(3));
+}
+
+fn gets_the_tokens_that_it_gets_alone(model: TinyModel) {
+    let (_dir, vault, model) = tiny_of(model);
     let top_k = vault.spec.moe.top_k;
     let prompts: Vec<Vec<u32>> = (0..6).map(|i| model.prompt(5 + 23 * i, i as u64)).collect();
     let mut alone = open(&vault, &options(RingSize::Auto, 16, 1));
@@ -925,7 +938,17 @@ fn a_prompt_comes_in_parts_between_the_tokens_of_an_answer() {
 
 #[test]
 fn beginnings_are_shared_however_numbers_are_kept() {
-    let (dir, vault, model) = tiny();
+    beginnings_are_shared(TinyModel::qwen3(3));
+}
+
+/// With the keys of their indexers, in memory and in the file.
+#[test]
+fn beginnings_of_sparse_attention_are_shared_too() {
+    beginnings_are_shared(TinyModel::glm_dsa(3));
+}
+
+fn beginnings_are_shared(model: TinyModel) {
+    let (dir, vault, model) = tiny_of(model);
     for kv in [KvType::F32, KvType::F16, KvType::Q8] {
         let file = dir.path().join(format!("{kv:?}.kvcache"));
         let mut options = several(RingSize::Auto, 16, 2, 0);

@@ -16,7 +16,10 @@ use smoe_testkit::TinyModel;
 use tempfile::TempDir;
 
 fn tiny() -> (TempDir, Vault, TinyModel) {
-    let model = TinyModel::qwen3(3);
+    tiny_of(TinyModel::qwen3(3))
+}
+
+fn tiny_of(model: TinyModel) -> (TempDir, Vault, TinyModel) {
     let dir = tempfile::tempdir().unwrap();
     let vault = write_tiny(dir.path(), &model, "q4/64", "q8/64");
     (dir, vault, model)
@@ -24,7 +27,18 @@ fn tiny() -> (TempDir, Vault, TinyModel) {
 
 #[test]
 fn a_session_reuses_what_it_holds_and_gives_the_same_bits() {
-    let (_dir, vault, model) = tiny();
+    reuses_what_it_holds(TinyModel::qwen3(3));
+}
+
+/// An indexer's keys are kept, found and dropped with the positions.
+#[test]
+fn so_does_a_session_of_sparse_attention() {
+    reuses_what_it_holds(TinyModel::glm_dsa(3));
+    reuses_what_it_holds(TinyModel::deepseek_v32(3));
+}
+
+fn reuses_what_it_holds(model: TinyModel) {
+    let (_dir, vault, model) = tiny_of(model);
     let mut engine = open(&vault, &options(RingSize::Auto, 16, 2));
     let prompt = model.prompt(60, 1);
     let mut session = engine.open_session().unwrap();

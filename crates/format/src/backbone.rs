@@ -39,6 +39,23 @@ pub enum LayerPart {
     V,
     /// `[d_model, n_heads * value_dim]`.
     O,
+    /// `[n_heads * head_dim, d_model]`: what heads' outputs are multiplied with, before the sigmoid; of a gated delta net
+    /// before SiLU.
+    OGate,
+    /// `[n_value_heads, d_model]` of a gated delta net, whose queries and keys are `[n_key_heads * key_dim, d_model]`,
+    /// its values and gates `[n_value_heads * value_dim, d_model]`: how much of a difference is taken, before the
+    /// sigmoid.
+    Beta,
+    /// `[n_value_heads, d_model]`: what decay is made of.
+    Decay,
+    /// `[channels, conv_width]`: of queries, keys and values, the oldest position first.
+    Conv,
+    /// `[n_value_heads]`: logarithms of the rates of decay.
+    DecayLog,
+    /// `[n_value_heads]`, added to what decay is made of.
+    DecayBias,
+    /// `[value_dim]`: the norm of each head's output.
+    DeltaNorm,
     /// `[n_heads * head_dim]`.
     QBias,
     /// `[n_kv_heads * head_dim]`.
@@ -66,6 +83,16 @@ pub enum LayerPart {
     KUp,
     /// `[n_heads * value_dim, kv_rank]`: head by head, from the latent to a value.
     VUp,
+    /// `[indexer.n_heads * indexer.head_dim, q_rank]`: the indexer's queries.
+    IndexQ,
+    /// `[indexer.head_dim, d_model]`: its key.
+    IndexK,
+    /// `[indexer.head_dim]`, of the key.
+    IndexKNorm,
+    /// `[indexer.head_dim]`, of that norm.
+    IndexKNormBias,
+    /// `[indexer.n_heads, d_model]`: the weights of its heads.
+    IndexWeights,
     /// `[d_model]`, before the feed-forward part.
     FfnNorm,
     /// `[n_experts, d_model]`.
@@ -110,15 +137,25 @@ impl BackboneTensor {
             };
             let (is_moe, latent) = (*kind == FfnKind::Moe, a.latent);
             push(true, &[P::AttnNorm]);
-            push(latent.is_some_and(|latent| latent.q_rank > 0), &[P::QDown, P::QDownNorm]);
-            push(true, &[P::Q]);
-            push(latent.is_some(), &[P::KvDown, P::KvDownNorm, P::KUp, P::VUp]);
-            push(latent.is_none(), &[P::K, P::V]);
-            push(true, &[P::O]);
-            push(a.qkv_bias, &[P::QBias, P::KBias, P::VBias]);
-            push(a.o_bias, &[P::OBias]);
-            push(a.qk_norm, &[P::QNorm, P::KNorm]);
-            push(a.sinks, &[P::Sinks]);
+            if spec.delta_of(layer).is_some() {
+                push(true, &[P::Q, P::K, P::V, P::OGate, P::Beta, P::Decay, P::Conv]);
+                push(true, &[P::DecayLog, P::DecayBias, P::DeltaNorm, P::O]);
+            } else {
+                push(latent.is_some_and(|latent| latent.q_rank > 0), &[P::QDown, P::QDownNorm]);
+                push(true, &[P::Q]);
+                push(latent.is_some(), &[P::KvDown, P::KvDownNorm, P::KUp, P::VUp]);
+                push(latent.is_none(), &[P::K, P::V]);
+                push(
+                    a.indexer.is_some(),
+                    &[P::IndexQ, P::IndexK, P::IndexKNorm, P::IndexKNormBias, P::IndexWeights],
+                );
+                push(true, &[P::O]);
+                push(a.gate, &[P::OGate]);
+                push(a.qkv_bias, &[P::QBias, P::KBias, P::VBias]);
+                push(a.o_bias, &[P::OBias]);
+                push(a.qk_norm, &[P::QNorm, P::KNorm]);
+                push(a.sinks, &[P::Sinks]);
+            }
             push(true, &[P::FfnNorm]);
             push(!is_moe, &[P::Gate, P::Up, P::Down]);
             push(is_moe, &[P::Router]);
@@ -151,13 +188,29 @@ impl BackboneTensor {
             FfnKind::Dense(width) => width,
             FfnKind::Moe => 0,
         };
+        if let Some(delta) = spec.delta_of(layer as usize) {
+            let (keys, values, heads) = (delta.keys(), delta.values(), delta.n_value_heads);
+            match part {
+                P::Q | P::K => return (keys, d),
+                P::V | P::OGate => return (values, d),
+                P::O => return (d, values),
+                P::Beta | P::Decay => return (heads, d),
+                P::Conv => return (delta.channels(), delta.conv_width),
+                P::DecayLog | P::DecayBias => return (1, heads),
+                P::DeltaNorm => return (1, delta.value_dim),
+                _ => {}
+            }
+        }
         // What is not of the model has no shape.
         let (q_rank, kv_rank, rope_dim) = a.latent.map_or((0, 0, 0), |l| (l.q_rank, l.kv_rank, l.rope_dim));
+        let (index_heads, index_dim) = a.indexer.map_or((0, 0), |i| (i.n_heads, i.head_dim));
         match part {
             P::AttnNorm | P::FfnNorm | P::OBias => (1, d),
             P::Q => (heads, if q_rank > 0 { q_rank } else { d }),
             P::K | P::V => (kv_heads, d),
             P::O => (d, a.n_heads * a.value_dim()),
+            P::OGate => (a.n_heads * a.value_dim(), d),
+            P::Beta | P::Decay | P::Conv | P::DecayLog | P::DecayBias | P::DeltaNorm => (0, 0),
             P::QBias => (1, heads),
             P::KBias | P::VBias => (1, kv_heads),
             P::QNorm => (1, norm(heads)),
@@ -169,6 +222,10 @@ impl BackboneTensor {
             P::KvDownNorm => (1, kv_rank),
             P::KUp => (a.n_heads * kv_rank, a.head_dim - rope_dim),
             P::VUp => (a.n_heads * a.value_dim(), kv_rank),
+            P::IndexQ => (index_heads * index_dim, q_rank),
+            P::IndexK => (index_dim, d),
+            P::IndexKNorm | P::IndexKNormBias => (1, index_dim),
+            P::IndexWeights => (index_heads, d),
             P::Router => (moe.n_experts, d),
             P::RouterBias | P::Correction => (1, moe.n_experts),
             P::Gate | P::Up => (dense, d),
@@ -188,14 +245,19 @@ impl BackboneTensor {
         let Self::Layer(_, part) = self else { return self == Self::FinalNorm };
         match part {
             P::AttnNorm | P::FfnNorm | P::QNorm | P::KNorm | P::QDownNorm | P::KvDownNorm => true,
+            P::IndexKNorm | P::IndexKNormBias => true,
             P::QBias | P::KBias | P::VBias | P::OBias | P::Sinks | P::RouterBias | P::Correction => true,
+            P::DecayLog | P::DecayBias | P::DeltaNorm => true,
+            P::OGate | P::Beta | P::Decay | P::Conv => false,
             P::Q | P::K | P::V | P::O | P::QDown | P::KvDown | P::KUp | P::VUp => false,
             P::Router | P::Gate | P::Up | P::Down | P::SharedGate | P::SharedUp | P::SharedDown => false,
             P::SharedScale | P::ExpertGateBias | P::ExpertUpBias | P::ExpertDownBias => false,
+            P::IndexQ | P::IndexK | P::IndexWeights => false,
         }
     }
 
-    /// May be coded. Norms, biases and routers are not: they are small, and routing must be the model's own.
+    /// May be coded. Norms, biases, routers, the weights of an indexer's heads and what decides how a state decays are not:
+    /// they are small, and choices must be the model's own.
     #[must_use]
     pub fn may_be_coded(self) -> bool {
         use LayerPart as P;
@@ -203,7 +265,15 @@ impl BackboneTensor {
             self,
             Self::Layer(
                 _,
-                P::Router | P::SharedScale | P::ExpertGateBias | P::ExpertUpBias | P::ExpertDownBias
+                P::Router
+                    | P::IndexWeights
+                    | P::SharedScale
+                    | P::ExpertGateBias
+                    | P::ExpertUpBias
+                    | P::ExpertDownBias
+                    | P::Beta
+                    | P::Decay
+                    | P::Conv
             )
         );
         !self.is_vector() && !is_kept
@@ -224,6 +294,13 @@ impl fmt::Display for BackboneTensor {
                     LayerPart::K => "k",
                     LayerPart::V => "v",
                     LayerPart::O => "o",
+                    LayerPart::OGate => "o_gate",
+                    LayerPart::Beta => "beta",
+                    LayerPart::Decay => "decay",
+                    LayerPart::Conv => "conv",
+                    LayerPart::DecayLog => "decay_log",
+                    LayerPart::DecayBias => "decay_bias",
+                    LayerPart::DeltaNorm => "delta_norm",
                     LayerPart::QBias => "q_bias",
                     LayerPart::KBias => "k_bias",
                     LayerPart::VBias => "v_bias",
@@ -237,6 +314,11 @@ impl fmt::Display for BackboneTensor {
                     LayerPart::KvDownNorm => "kv_down_norm",
                     LayerPart::KUp => "k_up",
                     LayerPart::VUp => "v_up",
+                    LayerPart::IndexQ => "index_q",
+                    LayerPart::IndexK => "index_k",
+                    LayerPart::IndexKNorm => "index_k_norm",
+                    LayerPart::IndexKNormBias => "index_k_norm_bias",
+                    LayerPart::IndexWeights => "index_weights",
                     LayerPart::FfnNorm => "ffn_norm",
                     LayerPart::Router => "router",
                     LayerPart::RouterBias => "router_bias",

@@ -181,6 +181,8 @@ impl Sarc {
             rope: RopeSpec { theta: f64::from(self.rope_theta), ..RopeSpec::default() },
             layers,
             windows: Vec::new(),
+            mixers: Vec::new(),
+            delta: None,
             multipliers: Multipliers::default(),
             moe: MoeSpec {
                 n_experts: seen.n_experts,

@@ -47,6 +47,12 @@ pub struct ModelSpec {
     /// Positions that each layer's attention sees, its own the last of them; 0 is all. Empty if all see all.
     #[serde(default, skip_serializing_if = "is_default")]
     pub windows: Vec<usize>,
+    /// What mixes the tokens in each layer. Empty if attention does in all.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub mixers: Vec<MixerKind>,
+    /// The gated delta nets of those layers that have one.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub delta: Option<DeltaSpec>,
     /// What the residual stream and the logits are multiplied with.
     #[serde(default, skip_serializing_if = "is_default")]
     pub multipliers: Multipliers,
@@ -72,6 +78,54 @@ pub struct Multipliers {
 impl Default for Multipliers {
     fn default() -> Self {
         Self { embedding: 1.0, residual: 1.0, logits: 1.0 }
+    }
+}
+
+/// What mixes the tokens in a layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum MixerKind {
+    /// Attention over keys and values.
+    Attention,
+    /// A gated delta net, which remembers a state of fixed size.
+    GatedDelta,
+}
+
+/// Gated delta net (Yang, Kautz, Hatamizadeh 2024), a linear attention: queries, keys and values go through a causal
+/// convolution, and each value head has a state, `value_dim x key_dim`, that decays and takes the difference between a
+/// value and what the state says of its key.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DeltaSpec {
+    /// Heads of queries and keys.
+    pub n_key_heads: usize,
+    /// Heads of values, and of states; so many in a row share a key head.
+    pub n_value_heads: usize,
+    /// Width of a query or key.
+    pub key_dim: usize,
+    /// Width of a value.
+    pub value_dim: usize,
+    /// Positions that the convolution sees, its own the last of them.
+    pub conv_width: usize,
+}
+
+impl DeltaSpec {
+    /// Elements of all queries of a position, and of all keys.
+    #[must_use]
+    pub const fn keys(&self) -> usize {
+        self.n_key_heads * self.key_dim
+    }
+
+    /// Elements of all values of a position.
+    #[must_use]
+    pub const fn values(&self) -> usize {
+        self.n_value_heads * self.value_dim
+    }
+
+    /// Channels of the convolution: queries, keys, values.
+    #[must_use]
+    pub const fn channels(&self) -> usize {
+        2 * self.keys() + self.values()
     }
 }
 
@@ -110,12 +164,18 @@ pub struct AttentionSpec {
     /// A logit per query head that takes a share of attention and has no value.
     #[serde(default, skip_serializing_if = "is_default")]
     pub sinks: bool,
+    /// Outputs of heads are multiplied with the sigmoid of a projection of their own.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub gate: bool,
     /// What scores are multiplied with besides `1 / sqrt(head_dim)`.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub score_scale: f64,
     /// Keys and values come from a latent.
     #[serde(default, skip_serializing_if = "is_default")]
     pub latent: Option<LatentSpec>,
+    /// An indexer chooses the positions that a token sees; it needs a latent of queries.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub indexer: Option<IndexerSpec>,
 }
 
 impl Default for AttentionSpec {
@@ -129,8 +189,10 @@ impl Default for AttentionSpec {
             qkv_bias: false,
             o_bias: false,
             sinks: false,
+            gate: false,
             score_scale: 1.0,
             latent: None,
+            indexer: None,
         }
     }
 }
@@ -184,6 +246,25 @@ pub struct LatentSpec {
     /// Width of a head's value.
     pub value_dim: usize,
     /// Epsilon of the latents' RMSNorms.
+    pub norm_eps: f32,
+}
+
+/// The indexer of sparse attention (DeepSeek-V3.2, 2025): of the positions that a token would see, its attention sees
+/// the `top_k` of the largest index scores, and of equal ones the earlier. An index score is the sum over the
+/// indexer's heads of `weight * relu(query . key)`; all heads have one key, which is remembered beside the latent.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct IndexerSpec {
+    /// Heads of its queries.
+    pub n_heads: usize,
+    /// Width of a head and of the key; their first `rope_dim` elements, as many as of a latent's, are rotated.
+    pub head_dim: usize,
+    /// Positions that are seen.
+    pub top_k: usize,
+    /// Neighbours are a pair of what is rotated, whatever they are in attention.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub interleaved: bool,
+    /// Epsilon of the key's LayerNorm.
     pub norm_eps: f32,
 }
 
@@ -347,6 +428,7 @@ pub enum Activation {
 /// Widths beyond this are taken for damage; the largest published model is below a tenth of it.
 const MAX_WIDTH: usize = 1 << 20;
 const MAX_LAYERS: usize = 4096;
+const MAX_CONV: usize = 64;
 
 impl ModelSpec {
     /// Number of layers.
@@ -359,6 +441,17 @@ impl ModelSpec {
     #[must_use]
     pub fn window(&self, layer: usize) -> Option<usize> {
         self.windows.get(layer).copied().filter(|&positions| positions > 0)
+    }
+
+    /// The gated delta net of a layer, if it has one instead of attention.
+    #[must_use]
+    pub fn delta_of(&self, layer: usize) -> Option<DeltaSpec> {
+        self.delta.filter(|_| self.mixers.get(layer) == Some(&MixerKind::GatedDelta))
+    }
+
+    /// The indices of the layers with a gated delta net, ascending.
+    pub fn delta_layers(&self) -> impl Iterator<Item = usize> + '_ {
+        (0..self.n_layers()).filter(|&layer| self.delta_of(layer).is_some())
     }
 
     /// Elements of a head that are rotated.
@@ -431,6 +524,8 @@ impl ModelSpec {
         }
         let positive = |x: f64| x.is_finite() && x > 0.0;
         self.validate_latent()?;
+        self.validate_indexer()?;
+        self.validate_delta()?;
         if let Some(GroupSpec { n, top, .. }) = self.moe.groups {
             let (experts, top_k) = (self.moe.n_experts, self.moe.top_k);
             let fits = n > 0 && experts.is_multiple_of(n) && (1..=n).contains(&top);
@@ -471,6 +566,59 @@ impl ModelSpec {
         Ok(())
     }
 
+    fn validate_indexer(&self) -> Result<(), FormatError> {
+        let Some(indexer) = self.attention.indexer else { return Ok(()) };
+        let fail = |what: &str| Err(FormatError::Config { what: format!("an indexer {what}") });
+        let Some(latent) = self.attention.latent.filter(|latent| latent.q_rank > 0) else {
+            return fail("needs a latent of queries");
+        };
+        let IndexerSpec { n_heads, head_dim, top_k, norm_eps, .. } = indexer;
+        let sizes = [n_heads, head_dim, top_k, n_heads.saturating_mul(head_dim)];
+        if !sizes.iter().all(|n| (1..=MAX_WIDTH).contains(n)) {
+            return fail("is empty or too wide");
+        }
+        if head_dim < latent.rope_dim {
+            return fail("rotates more than a head of it has");
+        }
+        if !(norm_eps.is_finite() && norm_eps > 0.0) {
+            return fail("needs a positive epsilon");
+        }
+        if !self.windows.is_empty() {
+            return fail("chooses from all positions, not from a window");
+        }
+        Ok(())
+    }
+
+    fn validate_delta(&self) -> Result<(), FormatError> {
+        let fail = |what: String| Err(FormatError::Config { what });
+        let (mixers, layers) = (self.mixers.len(), self.layers.len());
+        if mixers > 0 && mixers != layers {
+            return fail(format!("{mixers} mixers for {layers} layers"));
+        }
+        let has = |kind| self.mixers.contains(&kind);
+        if has(MixerKind::GatedDelta) != self.delta.is_some() {
+            return fail("a gated delta net needs its shape, and its shape a layer".to_owned());
+        }
+        let Some(delta) = self.delta else { return Ok(()) };
+        // A cache of nothing has no blocks to share.
+        if !has(MixerKind::Attention) {
+            return fail("no layer has attention".to_owned());
+        }
+        let DeltaSpec { n_key_heads, n_value_heads, key_dim, value_dim, conv_width } = delta;
+        let widest = [n_key_heads, n_value_heads, key_dim, value_dim].into_iter().max().unwrap_or(0);
+        if widest > MAX_WIDTH || delta.channels() > MAX_WIDTH || !(1..=MAX_CONV).contains(&conv_width) {
+            return fail(format!("a gated delta net of {delta:?} is too wide"));
+        }
+        if n_key_heads == 0 || n_value_heads == 0 || !n_value_heads.is_multiple_of(n_key_heads) {
+            return fail(format!("{n_value_heads} value heads do not divide among {n_key_heads} key heads"));
+        }
+        // Rows of a state are summed in whole lanes.
+        if [key_dim, value_dim].iter().any(|n| *n == 0 || !n.is_multiple_of(16)) {
+            return fail(format!("keys of {key_dim} and values of {value_dim}, multiples of 16 are needed"));
+        }
+        Ok(())
+    }
+
     fn validate_latent(&self) -> Result<(), FormatError> {
         let a = &self.attention;
         let Some(latent) = a.latent else { return Ok(()) };
@@ -490,8 +638,8 @@ impl ModelSpec {
         if a.n_kv_heads != 1 {
             return fail("remembers one head");
         }
-        if a.qk_norm || a.qkv_bias || self.rope.dim.is_some() {
-            return fail("has neither QK-norm nor biases nor a part of RoPE");
+        if a.qk_norm || a.qkv_bias || a.gate || self.rope.dim.is_some() {
+            return fail("has neither QK-norm nor biases nor a gate nor a part of RoPE");
         }
         Ok(())
     }

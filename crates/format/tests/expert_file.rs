@@ -38,6 +38,8 @@ fn spec() -> ModelSpec {
         },
         layers: vec![FfnKind::Dense(80), FfnKind::Moe, FfnKind::Moe],
         windows: Vec::new(),
+        mixers: Vec::new(),
+        delta: None,
         multipliers: Multipliers::default(),
         moe: MoeSpec {
             n_experts: 5,

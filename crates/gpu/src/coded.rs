@@ -175,12 +175,10 @@ impl Cut {
     /// The same for one token whose f32 row workgroups quantise themselves: see [`can_own`].
     pub(crate) fn owning(gpu: &Gpu, uniform: Uniform, cols: usize, tuning: Tuning) -> Self {
         let cut = Self::new(gpu, uniform, 1, tuning);
-        let own = Own {
-            cols: cols as u32,
-            groups: uniform.groups(cols) as u32,
-            group: uniform.group() as u32,
-            team: gpu.team(uniform.group()) as u32,
-        };
+        let (groups, group) = (uniform.groups(cols) as u32, uniform.group() as u32);
+        // As many lanes a group as there are in one go: what a group takes besides its values each of them does.
+        let team = (cut.threads / groups).clamp(4, gpu.team(uniform.group()) as u32);
+        let own = Own { cols: cols as u32, groups, group, team: 1 << team.ilog2() };
         Self::over(gpu, uniform, 1, cut.threads, cut.items, Some(own))
     }
 

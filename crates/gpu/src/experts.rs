@@ -1,8 +1,8 @@
-//! The experts of a layer, all in one dispatch: where they lie, the list of what is to be computed, and the
-//! products.
+//! The experts of a layer, all in one dispatch: where they lie, and the products of a work list.
 //!
 //! `hidden = quantise(swiglu(gate x, up x))` ([`GateUp`]), `y = down hidden` ([`Down`]). If gate and up are
-//! coded alike and down is coded, the first is one kernel; otherwise three, over f32 planes.
+//! coded alike and down is coded, the first is one kernel; otherwise three, over f32 planes. Of one token that kernel leaves
+//! floats, more workgroups having a part in it, and down's workgroups quantise their expert's each for itself.
 
 use smoe_format::expert_file::{LayerTable, TensorEntry};
 use smoe_format::tile::ROWS;
@@ -11,17 +11,18 @@ use smoe_format::{Encoding, Uniform};
 use crate::coded::{CodedOp, Cut, Tuning, can_own, pass_of, passes};
 use crate::float::FloatCut;
 use crate::quantise::{GRID, QUANTISE, Repeated, TO_PLANE, assert_plane, source};
-use crate::{Access, CodedPlane, Gpu, GpuError, Op, Shader, Slice, Step};
+use crate::work::PAIRS;
+use crate::{Access, CodedPlane, Gpu, GpuError, Op, Shader, Slice, Step, WorkList};
 
 const LIST: &str = include_str!("wgsl/experts.wgsl");
 const PRODUCT: &str = include_str!("wgsl/experts_product.wgsl");
 const GLU: &str = concat!(include_str!("wgsl/exp.wgsl"), include_str!("wgsl/experts_glu.wgsl"));
 /// Threads of a workgroup of what is no product.
 const THREADS: u32 = 256;
-/// Most pairs of an entry.
-const PAIRS: usize = 8;
 /// Most experts of a token whose hidden values stay floats.
 const LONE_PAIRS: usize = 64;
+/// Words of a place where two workgroups meet.
+const MEETING: usize = 2 * ROWS + 1;
 /// Experts of a dispatch that the cut of their products reckons with: a single token's.
 const TIMES: usize = 8;
 
@@ -91,7 +92,7 @@ impl ExpertLayout {
     }
 
     /// Most entries of the list of so many pairs: each expert may have one that is not full.
-    fn entries(&self, pairs: usize) -> usize {
+    pub(crate) fn entries(&self, pairs: usize) -> usize {
         pairs.min(self.n_experts + pairs / PAIRS)
     }
 
@@ -105,79 +106,6 @@ impl ExpertLayout {
     }
 }
 
-/// What is to be computed: entries of an expert and up to eight pairs, and the pairs by entry.
-///
-/// `entries` is words: the number n of entries, three that are not read here, and from word 4 on four words an
-/// entry: slot ([`Self::ABSENT`] if the expert is not here: skipped), first, count (1 to 8), expert. `pairs` is
-/// words: the pair `token * top_k + j` at each place; an entry's places are `first .. first + count`. A token
-/// is at most once in an entry.
-#[derive(Clone, Debug)]
-pub struct WorkList {
-    /// Number and entries.
-    pub entries: Slice,
-    /// Pairs by place.
-    pub pairs: Slice,
-    /// Tokens that there is room for.
-    pub tokens: usize,
-    /// Experts of a token.
-    pub top_k: usize,
-}
-
-impl WorkList {
-    /// The slot of an expert that is not here.
-    pub const ABSENT: u32 = u32::MAX;
-
-    /// Room for `tokens` tokens, of `top_k` of the layout's experts each.
-    ///
-    /// # Errors
-    /// If the device has no room.
-    ///
-    /// # Panics
-    /// If `top_k` is 0.
-    pub fn new(gpu: &Gpu, layout: &ExpertLayout, tokens: usize, top_k: usize) -> Result<Self, GpuError> {
-        assert!(top_k > 0, "no experts");
-        let pairs = tokens * top_k;
-        // In one buffer, so that the host writes it at once.
-        let entries = (16 + 16 * layout.entries(pairs)) as u64;
-        let start = entries.next_multiple_of(gpu.alignment());
-        let both = gpu.buffer("work list of experts", start + 4 * pairs as u64)?;
-        Ok(Self { entries: both.part(0, entries), pairs: both.part(start, 4 * pairs as u64), tokens, top_k })
-    }
-
-    /// Most pairs.
-    #[must_use]
-    pub const fn most_pairs(&self) -> usize {
-        self.tokens * self.top_k
-    }
-
-    /// Writes a list from the host: (slot, expert, its pairs), an expert with more than eight pairs in several
-    /// entries.
-    ///
-    /// # Panics
-    /// If there are more pairs or entries than there is room for.
-    pub fn write(&self, gpu: &Gpu, experts: &[(u32, u32, &[u32])]) {
-        let (mut entries, mut places) = (vec![0; 4], Vec::new());
-        for &(slot, expert, pairs) in experts {
-            for pairs in pairs.chunks(PAIRS) {
-                entries.extend([slot, places.len() as u32, pairs.len() as u32, expert]);
-                places.extend_from_slice(pairs);
-            }
-        }
-        entries[0] = entries.len() as u32 / 4 - 1;
-        assert!(
-            4 * entries.len() as u64 <= self.entries.len() && 4 * places.len() as u64 <= self.pairs.len()
-        );
-        let Some(start) = self.pairs.after(&self.entries) else {
-            gpu.write(&self.entries, 0, bytemuck::cast_slice(&entries));
-            gpu.write(&self.pairs, 0, bytemuck::cast_slice(&places));
-            return;
-        };
-        entries.resize(start as usize / 4, 0);
-        entries.extend(places);
-        gpu.write(&self.entries.to_end_of(&self.pairs), 0, bytemuck::cast_slice(&entries));
-    }
-}
-
 /// A layer's input, in the forms that its experts need: int8 in every group size of coded gates and ups, f32 for
 /// float ones.
 #[derive(Clone, Copy, Debug, Default)]
@@ -188,11 +116,34 @@ pub struct ExpertInput<'a> {
     pub float: Option<&'a Slice>,
 }
 
+/// What gate, up and down of one token hand over: f32 hidden values, which down quantises itself.
+#[derive(Clone, Debug)]
+pub struct Lone {
+    /// `[top_k, d_expert]` f32.
+    values: Slice,
+    /// Where the workgroups of gate and up meet; in between as it is here.
+    post: Slice,
+}
+
+impl Lone {
+    fn new(gpu: &Gpu, layout: &ExpertLayout, pairs: usize) -> Result<Self, GpuError> {
+        let (pairs, rows) = (pairs.min(LONE_PAIRS), layout.d_expert());
+        let meetings = pairs * rows.div_ceil(ROWS);
+        let values = gpu.buffer("hidden values of a token's experts", (4 * pairs * rows) as u64)?;
+        let post = gpu.buffer("sums of gates and ups", (4 * meetings * MEETING) as u64)?;
+        // 64 words that are empty, and a count.
+        let mut words = vec![u32::MAX; meetings * MEETING];
+        words.chunks_exact_mut(MEETING).for_each(|words| words[MEETING - 1] = 0);
+        gpu.write(&post, 0, bytemuck::cast_slice(&words));
+        Ok(Self { values, post })
+    }
+}
+
 /// The hidden values by place in the work list, in the form that down needs.
 #[derive(Clone, Debug)]
 pub enum Hidden {
-    /// int8 in down's groups; and f32 of a lone token's pairs, which down quantises itself.
-    Coded(CodedPlane, Slice),
+    /// int8 in down's groups; and what a lone token's pairs have in its place.
+    Coded(CodedPlane, Lone),
     /// `[pairs, d_expert]` f32.
     Float(Slice),
 }
@@ -205,9 +156,8 @@ impl Hidden {
     pub fn new(gpu: &Gpu, layout: &ExpertLayout, pairs: usize) -> Result<Self, GpuError> {
         match layout.tiles(2) {
             Some(down) => {
-                let lone = (4 * pairs.min(LONE_PAIRS) * layout.d_expert()) as u64;
-                let lone = gpu.buffer("hidden values of a token's experts", lone)?;
-                Ok(Self::Coded(CodedPlane::new(gpu, pairs, layout.d_expert(), down.group())?, lone))
+                let plane = CodedPlane::new(gpu, pairs, layout.d_expert(), down.group())?;
+                Ok(Self::Coded(plane, Lone::new(gpu, layout, pairs)?))
             }
             None => {
                 let bytes = (4 * pairs * layout.d_expert()) as u64;
@@ -425,17 +375,18 @@ impl GateUp {
         let words = [rows, groups as u32, gate, up, slot, plane.groups() as u32];
         let blocks = rows.div_ceil(ROWS as u32);
         let lone = match hidden {
-            Hidden::Coded(_, values) if layout.is_lone(gpu, list.top_k) => {
-                let cut = Cut::new(gpu, uniform, 1, Tuning::of_pair(2 * groups, 1));
-                let (mut constants, core) = cut.core(encoding, 2, Repeated::on(gpu)?);
+            Hidden::Coded(_, Lone { values, post }) if layout.is_lone(gpu, list.top_k) => {
+                let all = 2 * layout.d_expert().div_ceil(ROWS) * TIMES;
+                let cut = Cut::new(gpu, uniform, 1, Tuning::of(all, groups, 1));
+                let (mut constants, core) = cut.core(encoding, 1, Repeated::on(gpu)?);
                 constants.extend([("GROUP", 64), ("TEAM", 4), ("TOP_K", list.top_k as u32), ("LIST", 3)]);
                 let parts = [QUANTISE, &core, LIST, GLU, include_str!("wgsl/experts_gate_up_lone.wgsl")];
                 let kernel = gpu.kernel(&Shader {
                     name: "experts' gate and up, one token",
                     source: source(gpu, &constants, &parts)?.into(),
-                    bindings: &bindings[..6],
+                    bindings: &bindings,
                 })?;
-                let buffers = [slots, &x.codes, &x.cells, &list.entries, &list.pairs, values];
+                let buffers = [slots, &x.codes, &x.cells, &list.entries, &list.pairs, values, post];
                 Some((gpu.bind(&kernel, &buffers)?, [rows, groups as u32, gate, up, slot]))
             }
             _ => None,
@@ -500,7 +451,7 @@ impl GateUp {
         let entries = most_entries(&self.layout, &self.list, tokens);
         match &self.how {
             How::Fused { lone: Some((op, words)), blocks, .. } if tokens == 1 => {
-                step.run(op, words, [*blocks, entries, 1]);
+                step.run(op, words, [2 * *blocks, entries, 1]);
             }
             How::Fused { passes, words, blocks, part, .. } => {
                 step.run(&passes[pass_of(tokens)], words, [blocks.div_ceil(*part), entries, 1]);
@@ -581,8 +532,8 @@ impl Down {
             (Some(down), hidden) => {
                 let plane = coded_hidden(layout, down, hidden, list.most_pairs());
                 match hidden {
-                    Hidden::Coded(_, values) if layout.is_lone(gpu, list.top_k) => {
-                        X::Coded(plane, Some(values))
+                    Hidden::Coded(_, lone) if layout.is_lone(gpu, list.top_k) => {
+                        X::Coded(plane, Some(&lone.values))
                     }
                     _ => X::Coded(plane, None),
                 }

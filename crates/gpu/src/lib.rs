@@ -25,12 +25,13 @@ mod rope;
 mod route;
 mod shader;
 mod step;
+mod work;
 
 pub use attention::{Attention, AttentionHeads, AttentionOutputs, AttentionScratch};
 pub use coded::{CodedMatmul, Columns, ExactMatmul, Tuning, Weights};
 pub use device::{DeviceFacts, DeviceKind, Gpu, Software, devices};
 pub use error::GpuError;
-pub use experts::{Down, ExpertInput, ExpertLayout, GateUp, Hidden, WorkList};
+pub use experts::{Down, ExpertInput, ExpertLayout, GateUp, Hidden, Lone};
 pub use float::FloatMatmul;
 pub use import::{Keep, Segments};
 pub use memory::{Arena, Fork, Slice};
@@ -41,3 +42,4 @@ pub use rope::{Angles, KV_BLOCK, KvFormat, KvLayout, Projections, QkNorm, RopeAp
 pub use route::{Argmax, Route, RouteInputs, RouteOutputs};
 pub use shader::{Access, Kernel, Op, Shader};
 pub use step::{Readback, Recorded, Step, Submitted};
+pub use work::WorkList;

@@ -283,6 +283,7 @@ pub struct MixNorm {
     rest: Vec<Quantise>,
     rows: usize,
     eps: f32,
+    residual: f32,
 }
 
 impl MixNorm {
@@ -408,7 +409,14 @@ impl MixNorm {
             Some(plane) => rest.iter().map(|coded| Quantise::new(gpu, plane, coded)).collect(),
             None => Ok(Vec::new()),
         }?;
-        Ok(Self { op, rest, rows: n, eps })
+        Ok(Self { op, rest, rows: n, eps, residual: 1.0 })
+    }
+
+    /// The same, but what is added is multiplied: `hidden[t] = fma(delta[t], residual, hidden[t])`.
+    #[must_use]
+    pub const fn scaled(mut self, residual: f32) -> Self {
+        self.residual = residual;
+        self
     }
 
     /// Records it for the first `rows` rows.
@@ -417,7 +425,7 @@ impl MixNorm {
     /// If there are more than it was made for.
     pub fn record(&self, step: &mut Step, rows: usize) {
         assert!(rows <= self.rows, "{rows} rows of {}", self.rows);
-        step.run(&self.op, &[self.eps.to_bits(), 0], [rows as u32, 1, 1]);
+        step.run(&self.op, &[self.eps.to_bits(), 0, self.residual.to_bits()], [rows as u32, 1, 1]);
         self.rest.iter().for_each(|quantise| quantise.record(step, rows));
     }
 }
@@ -428,6 +436,7 @@ pub struct Embed {
     op: Op,
     tokens: usize,
     chunks: usize,
+    scale: f32,
 }
 
 impl Embed {
@@ -484,7 +493,14 @@ impl Embed {
             .buffer("out", "f32", Access::Write, hidden)
             .text(EMBED)
             .op(gpu, "embed")?;
-        Ok(Self { op, tokens, chunks: cols.div_ceil(4) })
+        Ok(Self { op, tokens, chunks: cols.div_ceil(4), scale: 1.0 })
+    }
+
+    /// The same, each value multiplied.
+    #[must_use]
+    pub const fn scaled(mut self, scale: f32) -> Self {
+        self.scale = scale;
+        self
     }
 
     /// Records it for the first `tokens` ids.
@@ -494,6 +510,6 @@ impl Embed {
     pub fn record(&self, step: &mut Step, tokens: usize) {
         assert!(tokens <= self.tokens, "{tokens} tokens of {}", self.tokens);
         let nan = f32::NAN.to_bits();
-        step.run(&self.op, &[nan], [self.chunks.div_ceil(64) as u32, tokens as u32, 1]);
+        step.run(&self.op, &[nan, self.scale.to_bits()], [self.chunks.div_ceil(64) as u32, tokens as u32, 1]);
     }
 }

@@ -1,8 +1,8 @@
 //! Steps: kernels recorded one after the other, submitted together, and waited for.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use crate::device::IMMEDIATES;
+use crate::device::{DeviceKind, IMMEDIATES};
 use crate::memory::Slice;
 use crate::shader::Op;
 use crate::{Gpu, GpuError};
@@ -59,6 +59,8 @@ pub struct Readback {
 
 /// A device that does not answer for so long has hung.
 const PATIENCE: Duration = Duration::from_secs(60);
+/// For how long a wait asks before it sleeps; not measured.
+const SPIN: Duration = Duration::from_millis(2);
 
 impl Gpu {
     /// An empty step.
@@ -123,6 +125,15 @@ impl Gpu {
     /// # Errors
     /// If it failed, or does not answer within a minute.
     pub fn wait(&self, submitted: &Submitted) -> Result<(), GpuError> {
+        // A device at work beside the processor is asked again and again at first: being woken takes longer than a layer.
+        let start = Instant::now();
+        while self.facts().kind != DeviceKind::Software && start.elapsed() < SPIN {
+            match self.device.poll(wgpu::PollType::Poll) {
+                Ok(status) if status.is_queue_empty() => break,
+                Ok(_) => std::hint::spin_loop(),
+                Err(e) => return Err(self.lost(e.to_string())),
+            }
+        }
         let index = Some(submitted.0.clone());
         let poll = wgpu::PollType::Wait { submission_index: index, timeout: Some(PATIENCE) };
         self.device.poll(poll).map_err(|e| self.lost(e.to_string()))?;

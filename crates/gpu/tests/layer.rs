@@ -240,6 +240,28 @@ fn hidden_states_are_added_to_normed_and_quantised() {
 }
 
 #[test]
+fn what_is_added_and_what_is_embedded_may_be_multiplied() {
+    let Some(gpu) = gpu() else { return };
+    let (tokens, d) = (2, 100);
+    let mut random = Random(41);
+    let (hidden, added, weight) = (random.values(tokens * d), random.values(tokens * d), random.values(d));
+    let (states, normed) = (floats(gpu, &hidden), stale(gpu, tokens * d));
+    let (added_slice, weight_slice) = (floats(gpu, &added), floats(gpu, &weight));
+    let delta = Delta::Plane(&added_slice, None);
+    let out = NormOutputs { plane: Some(&normed), coded: &[] };
+    let norm =
+        MixNorm::new(gpu, tokens, d, 1e-6, &states, &weight_slice, delta, None, out).unwrap().scaled(0.3);
+    run(gpu, |step| norm.record(step, tokens));
+    let expected: Vec<f32> = hidden.iter().zip(&added).map(|(h, a)| a.mul_add(0.3, *h)).collect();
+    assert_close(&read(gpu, &states), &expected, 1e-6, true, "hidden states");
+    let (ids, out) = (words(gpu, &[1]), stale(gpu, d));
+    let embed = Embed::new(gpu, 1, &floats(gpu, &hidden), Encoding::F32, tokens, d, &ids, &out).unwrap();
+    run(gpu, |step| embed.scaled(12.0).record(step, 1));
+    let expected: Vec<f32> = hidden[d..].iter().map(|h| h * 12.0).collect();
+    assert_close(&read(gpu, &out), &expected, 0.0, true, "an embedding");
+}
+
+#[test]
 fn a_norm_of_chosen_rows_leaves_the_other_tokens_alone() {
     let Some(gpu) = gpu() else { return };
     let (tokens, d, eps) = (5, 96, 1e-5);

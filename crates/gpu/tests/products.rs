@@ -482,10 +482,13 @@ impl Layer {
         let y = upload(gpu, &poison.to_le_bytes().repeat(list.most_pairs() * d_model));
         let gate_up = GateUp::new(gpu, &self.layout, &slots, &list, &input, &hidden).unwrap();
         let down = Down::new(gpu, &self.layout, &slots, &list, &hidden, &y).unwrap();
-        run(gpu, |step| {
-            gate_up.record(step, tokens);
-            down.record(step, tokens);
-        });
+        // Again, as each must leave everything ready for the next time.
+        for _ in 0..2 {
+            run(gpu, |step| {
+                gate_up.record(step, tokens);
+                down.record(step, tokens);
+            });
+        }
         let found = floats(gpu, &y);
         let mut seen = vec![false; list.most_pairs()];
         for (slot, pairs) in experts.iter().filter(|(slot, _)| *slot != WorkList::ABSENT) {

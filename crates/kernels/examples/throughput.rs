@@ -4,7 +4,7 @@
 //! "Cold" walks over different matrices, more than any cache holds; "hot" repeats one. GB/s counts codes and
 //! scales. The stream is what the same threads read with plain loads in the same seconds. Medians, and what
 //! is compared is run in turn. Arguments: names of kernel sets, `coded`, `tables`, `experts`, `clients`,
-//! `attention`, `quick`.
+//! `attention`, `sparse`, `quick`.
 #![allow(clippy::print_stdout)]
 
 use std::hint::black_box;
@@ -13,8 +13,8 @@ use std::time::Instant;
 use smoe_format::spec::Activation;
 use smoe_format::{Encoding, Table, Uniform, Zero};
 use smoe_kernels::{
-    Activations, AttentionHeads, AttentionScratch, ExpertCall, ExpertScratch, Input, Kernels, KvBlocks,
-    KvPlane, KvType, Matrix, Pool, Sight, attend, expert_ffn, matmul,
+    Activations, AttentionHeads, AttentionScratch, Choices, ExpertCall, ExpertScratch, IndexHeads, Input,
+    Kernels, KvBlocks, KvPlane, KvType, Matrix, Pool, Sight, attend, choose, expert_ffn, matmul,
 };
 
 /// Bytes of all the matrices of a cold pass.
@@ -24,7 +24,7 @@ fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let among = |names: &[&str]| names.iter().any(|name| arguments.iter().any(|a| a == name));
     let passes = if among(&["quick"]) { 3 } else { 7 };
-    let sections = ["coded", "tables", "experts", "clients", "attention"];
+    let sections = ["coded", "tables", "experts", "clients", "attention", "sparse"];
     let wants = |section: &str| !among(&sections) || among(&[section]);
     let sets: Vec<Kernels> = Kernels::available().into_iter().skip(1).rev().collect();
     let names: Vec<&str> = sets.iter().map(|k| k.name()).collect();
@@ -55,6 +55,9 @@ fn main() {
             for ty in [KvType::F16, KvType::F32, KvType::Q8] {
                 bench_attention(kernels, ty, passes);
             }
+        }
+        if wants("sparse") {
+            bench_sparse(kernels, passes);
         }
     }
 }
@@ -411,7 +414,7 @@ fn bench_attention(kernels: Kernels, ty: KvType, passes: usize) {
                     head_offset: head * block * row_bytes,
                 };
                 let blocks = KvBlocks { keys: plane, values: plane, table: &table, block_positions: block };
-                Sight { blocks, visible: 0..context - tokens + 1 + t }
+                Sight { blocks, visible: 0..context - tokens + 1 + t, chosen: None }
             };
             let mut scratch = AttentionScratch::new(threads, head_dim, head_dim, context);
             let mut out = vec![0.0; tokens * width];
@@ -436,5 +439,86 @@ fn bench_attention(kernels: Kernels, ty: KvType, passes: usize) {
             line += &format!(" {context}: {step:.1} ({single:.1})");
         }
         println!("{line}");
+    }
+}
+
+/// A cache of one head in f16, in blocks that lie in another order than positions.
+struct Cache {
+    bytes: Vec<u8>,
+    table: Vec<u32>,
+    row_bytes: usize,
+}
+
+impl Cache {
+    const BLOCK: usize = 32;
+
+    fn new(kernels: Kernels, positions: usize, dim: usize) -> Self {
+        let (row_bytes, blocks) = (KvType::F16.row_bytes(dim), positions / Self::BLOCK);
+        let mut bytes = vec![0; positions * row_bytes];
+        for (i, row) in bytes.chunks_exact_mut(row_bytes).enumerate() {
+            let x: Vec<f32> = (0..dim).map(|d| ((i * 31 + d * 7919) % 1009) as f32 / 500.0 - 1.0).collect();
+            kernels.store_kv_row(KvType::F16, &x, row);
+        }
+        let table = (0..blocks as u32).map(|b| (b * 5 + 1) % blocks as u32).collect();
+        Self { bytes, table, row_bytes }
+    }
+
+    fn sight(&self, positions: usize) -> Sight<'_> {
+        let plane = KvPlane {
+            ty: KvType::F16,
+            bytes: &self.bytes,
+            row_bytes: self.row_bytes,
+            block_stride: Self::BLOCK * self.row_bytes,
+            head_offset: 0,
+        };
+        let blocks =
+            KvBlocks { keys: plane, values: plane, table: &self.table, block_positions: Self::BLOCK };
+        Sight { blocks, visible: 0..positions, chosen: None }
+    }
+}
+
+/// Latent attention in GLM-5's shape, over all positions and over those that its indexer chooses.
+fn bench_sparse(kernels: Kernels, passes: usize) {
+    let (per_kv, head_dim, value_dim) = (64, 576, 512);
+    let heads = AttentionHeads { n_kv_heads: 1, per_kv, head_dim, value_dim, scale: 0.06, sinks: None };
+    let index = IndexHeads { n_heads: 32, head_dim: 128, top_k: 2048 };
+    let values =
+        |n: usize| -> Vec<f32> { (0..n).map(|i| ((i * 7919) % 1009) as f32 / 500.0 - 1.0).collect() };
+    for threads in [1, 2] {
+        let pool = Pool::new(threads, false);
+        for tokens in [1, 32] {
+            let queries = values(tokens * per_kv * head_dim);
+            let index_queries = values(tokens * index.n_heads * index.head_dim);
+            let weights = values(tokens * index.n_heads);
+            let mut line = format!("{:<7} sparse {threads} thr {tokens} tok, ms (all):", kernels.name());
+            for context in [2048 + 1024, 8192, 32_768] {
+                let (latents, keys) =
+                    (Cache::new(kernels, context, head_dim), Cache::new(kernels, context, index.head_dim));
+                let end = |t: usize| context - tokens + 1 + t;
+                let mut choices = Choices::new(tokens, index.top_k, context);
+                let mut scratch = AttentionScratch::new(threads, head_dim, value_dim, context)
+                    .with_rows(index.top_k * latents.row_bytes);
+                let mut out = vec![0.0; tokens * per_kv * value_dim];
+                let (mut chosen, mut few, mut all) = (Vec::new(), Vec::new(), Vec::new());
+                for _ in 0..passes {
+                    chosen.push(seconds(1, || {
+                        let sight = |t: usize| keys.sight(end(t));
+                        choose(&pool, kernels, index, &index_queries, &weights, &sight, &mut choices);
+                    }));
+                    let sight =
+                        |t: usize, _: usize| Sight { chosen: choices.of(t, end(t)), ..latents.sight(end(t)) };
+                    few.push(seconds(1, || {
+                        attend(&pool, kernels, &heads, &queries, &sight, &mut scratch, &mut out);
+                    }));
+                    let sight = |t: usize, _: usize| latents.sight(end(t));
+                    all.push(seconds(1, || {
+                        attend(&pool, kernels, &heads, &queries, &sight, &mut scratch, &mut out);
+                    }));
+                }
+                let ms = |times: Vec<f64>| 1e3 * median(times);
+                line += &format!(" {context}: {:.1} + {:.1} ({:.1})", ms(chosen), ms(few), ms(all));
+            }
+            println!("{line}");
+        }
     }
 }

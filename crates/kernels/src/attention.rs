@@ -1,4 +1,5 @@
-//! Attention over a paged KV cache: of one token, of consecutive tokens (`tile.rs`), of a step (`step.rs`).
+//! Attention over a paged KV cache: of one token, of consecutive tokens (`tile.rs`), of a step (`step.rs`); and which
+//! positions sparse attention sees (`index.rs`).
 //!
 //! A *row* is the key or the value of one position and one kv head; a *run* is rows of consecutive positions
 //! at equal distances, as they lie in one block of the cache. Everything here is defined per query head and
@@ -8,6 +9,7 @@
 // Tiles of registers are indexed: iterators over several of them at once are hard to read.
 #![allow(clippy::needless_range_loop)]
 
+mod index;
 mod step;
 mod tile;
 
@@ -20,6 +22,7 @@ use crate::exp::Softmax;
 use crate::isa::Kernels;
 use crate::simd::{LANES, Op, Simd};
 
+pub use index::{Choices, IndexHeads, choose};
 pub use step::{AttentionHeads, AttentionScratch, Sight, attend};
 
 /// How keys or values are stored.

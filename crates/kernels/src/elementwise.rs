@@ -33,6 +33,33 @@ impl Op for AddInPlace<'_> {
     }
 }
 
+struct MulInPlace<'a> {
+    x: &'a mut [f32],
+    by: &'a [f32],
+}
+
+impl MulInPlace<'_> {
+    #[inline(always)]
+    fn eval(self) {
+        for (x, &by) in self.x.iter_mut().zip(self.by) {
+            *x *= by;
+        }
+    }
+}
+
+impl Op for MulInPlace<'_> {
+    type Out = ();
+
+    fn scalar(self) {
+        self.eval();
+    }
+
+    #[inline(always)]
+    fn vector<S: Simd>(self, _: S) {
+        self.eval();
+    }
+}
+
 struct ScaleAdd<'a> {
     acc: &'a mut [f32],
     x: &'a [f32],
@@ -96,6 +123,15 @@ impl Kernels {
     pub fn add_in_place(self, acc: &mut [f32], x: &[f32]) {
         assert_eq!(acc.len(), x.len(), "operands of a sum");
         self.run(AddInPlace { acc, x });
+    }
+
+    /// `x[i] *= by[i]`.
+    ///
+    /// # Panics
+    /// If the lengths differ.
+    pub fn mul_in_place(self, x: &mut [f32], by: &[f32]) {
+        assert_eq!(x.len(), by.len(), "operands of a product");
+        self.run(MulInPlace { x, by });
     }
 
     /// `acc[i] = w * x[i] + acc[i]`, rounded once.

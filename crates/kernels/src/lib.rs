@@ -15,6 +15,7 @@
 mod activations;
 mod attention;
 mod coded;
+mod delta;
 mod dot;
 mod elementwise;
 mod entropy;
@@ -35,7 +36,11 @@ mod stream;
 mod top_k;
 
 pub use activations::{Activations, Quantised};
-pub use attention::{AttentionHeads, AttentionScratch, KvBlocks, KvPlane, KvRun, KvType, Sight, attend};
+pub use attention::{
+    AttentionHeads, AttentionScratch, Choices, IndexHeads, KvBlocks, KvPlane, KvRun, KvType, Sight, attend,
+    choose,
+};
+pub use delta::{DeltaInput, DeltaMark, DeltaRun, DeltaScratch, DeltaShape, DeltaWeights, delta_net};
 pub use entropy::EntropyDecoder;
 pub use exp::{EXP_ULP_MAX, exp, sigmoid, silu};
 pub use expert_ffn::{ExpertBias, ExpertCall, ExpertScratch, expert_ffn};
@@ -47,4 +52,4 @@ pub use matrix::Matrix;
 pub use output::Shard;
 pub use pool::Pool;
 pub use rope::RopeStyle;
-pub use top_k::top_k;
+pub use top_k::{top_k, top_k_ascending};

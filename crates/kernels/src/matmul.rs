@@ -15,9 +15,9 @@ use crate::{Kernels, Matrix, Pool, Shard};
 pub(crate) const FORK: usize = 1 << 18;
 /// Tasks per thread of a product at least, if it has as many rows: enough to balance.
 pub(crate) const TASKS_PER_THREAD: usize = 8;
-/// Bytes of weights of a task at most, about, so that nobody waits long for the last one: 7 us of a core's share of
+/// Bytes of weights of a task at most, about, so that nobody waits long for the last one: 30 us of a core's share of
 /// memory (EXP-ENGINE-05).
-pub(crate) const TASK_BYTES: usize = 256 << 10;
+pub(crate) const TASK_BYTES: usize = 1 << 20;
 
 /// What a layer's matrices are multiplied by: the activations in `f32`, and as int8 codes in every group
 /// size that the coded matrices among them need.

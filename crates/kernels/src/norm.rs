@@ -1,8 +1,8 @@
-//! RMSNorm (Zhang and Sennrich, 2019).
+//! RMSNorm (Zhang and Sennrich, 2019) and LayerNorm (Ba, Kiros and Hinton, 2016).
 
 use crate::dot::{dot_lanes, sum_of_products};
 use crate::isa::Kernels;
-use crate::simd::{Op, Simd};
+use crate::simd::{LANES, Op, Simd, join};
 
 /// `1 / sqrt(mean of squares + eps)`, each step rounded.
 #[inline(always)]
@@ -72,7 +72,68 @@ impl Op for RmsNormInPlace<'_> {
     }
 }
 
+struct LayerNormInPlace<'a> {
+    x: &'a mut [f32],
+    weight: &'a [f32],
+    bias: &'a [f32],
+    eps: f32,
+}
+
+impl LayerNormInPlace<'_> {
+    /// Element i goes to lane i mod 16. Elementwise within a chunk, so the compiler's own vectors give the same bits.
+    #[inline(always)]
+    fn sum(x: &[f32], of: impl Fn(f32) -> f32) -> f32 {
+        let mut lanes = [0.0f32; LANES];
+        for chunk in x.chunks(LANES) {
+            for (lane, &x) in lanes.iter_mut().zip(chunk) {
+                *lane += of(x);
+            }
+        }
+        join(lanes)
+    }
+
+    #[inline(always)]
+    fn eval(self) {
+        let n = self.weight.len() as f32;
+        for x in self.x.chunks_exact_mut(self.weight.len()) {
+            let mean = Self::sum(x, |x| x) / n;
+            let variance = Self::sum(x, |x| (x - mean) * (x - mean)) / n;
+            let inverse = 1.0 / (variance + self.eps).sqrt();
+            for ((x, &weight), &bias) in x.iter_mut().zip(self.weight).zip(self.bias) {
+                *x = weight.mul_add((*x - mean) * inverse, bias);
+            }
+        }
+    }
+}
+
+impl Op for LayerNormInPlace<'_> {
+    type Out = ();
+
+    fn scalar(self) {
+        self.eval();
+    }
+
+    #[inline(always)]
+    fn vector<S: Simd>(self, _: S) {
+        self.eval();
+    }
+}
+
 impl Kernels {
+    /// LayerNorm of every row of `x`, in place: `fma(weight, (x - mean) * inv, bias)` with
+    /// `inv = 1 / sqrt(mean of (x - mean)^2 + eps)`, each step rounded to f32.
+    ///
+    /// `weight` and `bias` are `[D]`, `x` is `[n, D]`. Both means add element i to lane i mod 16, lanes joined as in
+    /// [`Kernels::dot`].
+    ///
+    /// # Panics
+    /// If `weight` is empty, `bias` has another length, or `x` is not whole rows.
+    pub fn layer_norm_in_place(self, x: &mut [f32], weight: &[f32], bias: &[f32], eps: f32) {
+        assert!(!weight.is_empty() && x.len().is_multiple_of(weight.len()), "whole rows of {}", weight.len());
+        assert_eq!(weight.len(), bias.len(), "weight and bias of one length");
+        self.run(LayerNormInPlace { x, weight, bias, eps });
+    }
+
     /// `out = weight * (x * inv)` with `inv = 1 / sqrt(dot(x, x) / D + eps)`, each step rounded to f32.
     ///
     /// `x`, `weight` and `out` are `[D]`; the sum is [`Kernels::dot`]'s.

@@ -29,6 +29,45 @@ pub fn top_k(scores: &[f32], out: &mut [u32]) {
     }
 }
 
+/// In the order of numbers; a NaN is below all, the two zeros are one.
+fn rank(score: f32) -> u32 {
+    const SIGN: u32 = 1 << 31;
+    if score.is_nan() {
+        return 0;
+    }
+    // -0 + 0 is +0.
+    let bits = (score + 0.0).to_bits();
+    if bits & SIGN == 0 { bits | SIGN } else { !bits }
+}
+
+/// Writes the ids of the `out.len()` largest scores, ascending: the ids that [`top_k`] gives, for k up to thousands.
+///
+/// The cost is linear in the number of scores, whatever k is. `scratch` is as long as `scores`.
+///
+/// # Panics
+/// If there are fewer scores than `out` is long, or more than `u32` counts, or `scratch` has another length.
+pub fn top_k_ascending(scores: &[f32], scratch: &mut [u32], out: &mut [u32]) {
+    assert!(out.len() <= scores.len() && scores.len() <= u32::MAX as usize, "top-k of {}", scores.len());
+    assert_eq!(scratch.len(), scores.len(), "a scratch of one rank per score");
+    if out.is_empty() {
+        return;
+    }
+    scratch.iter_mut().zip(scores).for_each(|(rank_of, &score)| *rank_of = rank(score));
+    let (_, &mut least, above) = scratch.select_nth_unstable(scores.len() - out.len());
+    // Those above it are all in; of those like it, the first.
+    let mut equal = out.len() - above.iter().filter(|&&rank| rank > least).count();
+    let mut kept = 0;
+    for (id, &score) in scores.iter().enumerate() {
+        let rank = rank(score);
+        if rank < least || (rank == least && equal == 0) {
+            continue;
+        }
+        equal -= usize::from(rank == least);
+        out[kept] = id as u32;
+        kept += 1;
+    }
+}
+
 struct Argmax<'a> {
     scores: &'a [f32],
 }
@@ -67,5 +106,37 @@ impl Kernels {
     pub fn argmax(self, scores: &[f32]) -> u32 {
         assert!(scores.len() <= u32::MAX as usize);
         self.run(Argmax { scores })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_ways_keep_the_same_ids() {
+        let mut state = 7u32;
+        let mut next = move |below: u32| {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (state >> 8) % below
+        };
+        // Few different scores, so that many are equal, and all that are odd.
+        let odd = [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 0.0, -0.0, f32::MIN_POSITIVE / 2.0];
+        for n in 1..80 {
+            for k in [0, 1, n / 3, n / 2, n - 1, n] {
+                let scores: Vec<f32> = (0..n)
+                    .map(|_| match next(16) {
+                        i if (i as usize) < odd.len() => odd[i as usize],
+                        i => (i as f32 - 11.0) * 0.25,
+                    })
+                    .collect();
+                let mut expected = vec![0; k];
+                top_k(&scores, &mut expected);
+                expected.sort_unstable();
+                let mut out = vec![u32::MAX; k];
+                top_k_ascending(&scores, &mut vec![9; n], &mut out);
+                assert_eq!(out, expected, "{k} of {scores:?}");
+            }
+        }
     }
 }

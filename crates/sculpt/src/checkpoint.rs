@@ -17,8 +17,9 @@ use serde_json::Value;
 use sha2::{Digest, Sha256};
 use smoe_format::file_name;
 
+use crate::config::family_of;
 use crate::error::{SculptError, Warning};
-use crate::family::Place;
+use crate::family::{Hybrid, Place};
 use crate::files::{self, OnDisk, WeightFiles};
 use crate::source::{
     At, Codes, Files, Form, Packing, Part, Raw, Shard, Source, Span, Stored, Unread, gguf, resolve,
@@ -201,7 +202,8 @@ impl Checkpoint {
             tokenizer: None,
         };
         let raw = checkpoint.collect(index.unwrap_or_default())?;
-        checkpoint.tensors = resolve(&raw, &packing);
+        let halves = family_of(&checkpoint.config).is_ok_and(|family| family.hybrid != Hybrid::None);
+        checkpoint.tensors = resolve(&raw, &packing, halves);
         checkpoint.spans = raw.into_iter().map(|(name, tensor)| (name, tensor.span())).collect();
         Ok(checkpoint)
     }

@@ -6,11 +6,12 @@
 use serde_json::{Map, Value};
 use smoe_format::ModelSpec;
 use smoe_format::spec::{
-    Activation, AttentionSpec, FfnKind, GroupSpec, LatentSpec, MoeSpec, Multipliers, RopeScaling, RopeSpec,
+    Activation, AttentionSpec, DeltaSpec, FfnKind, GroupSpec, IndexerSpec, LatentSpec, MixerKind, MoeSpec,
+    Multipliers, RopeScaling, RopeSpec,
 };
 
 use crate::error::{SculptError, Warning};
-use crate::family::{Bias, Dense, Expert, Family, Norm, QkNorm, Rotary, Shared};
+use crate::family::{Bias, Dense, Expert, Family, Hybrid, Indexer, Norm, QkNorm, Rotary, Shared};
 
 /// The model that a `config.json` describes, and what was odd about it.
 ///
@@ -20,6 +21,19 @@ use crate::family::{Bias, Dense, Expert, Family, Norm, QkNorm, Rotary, Shared};
 /// Names the key, its value, and what this build needs.
 pub fn spec_from_config(config: &Value) -> Result<(ModelSpec, Vec<Warning>), SculptError> {
     let family = family_of(config)?;
+    let mut text = None;
+    if let Some(key) = family.text {
+        let found = config.get(key);
+        let own = found.and_then(Value::as_object).ok_or_else(|| bad(key, found, "the text's config"))?;
+        let mut own = own.clone();
+        // Said of the whole.
+        for key in ["model_type", "tie_word_embeddings"] {
+            own.extend(config.get(key).map(|value| (key.to_owned(), value.clone())));
+        }
+        text = Some(Value::Object(own));
+    }
+    let has_vision = text.is_some() && config.get("vision_config").is_some_and(|value| !value.is_null());
+    let config = text.as_ref().unwrap_or(config);
     let mut keys = Keys { config, warnings: Vec::new() };
     for only in family.conditions() {
         if let Some(value) = keys.get(only.key)
@@ -36,6 +50,7 @@ pub fn spec_from_config(config: &Value) -> Result<(ModelSpec, Vec<Warning>), Scu
     let n_layers = keys.size("num_hidden_layers")?;
     let attention = keys.attention(family, d_model)?;
     let max_context = keys.size("max_position_embeddings")?;
+    let (mixers, delta) = keys.hybrid(family, n_layers)?;
     let spec = ModelSpec {
         model_type: family.model_type.to_owned(),
         d_model,
@@ -50,13 +65,18 @@ pub fn spec_from_config(config: &Value) -> Result<(ModelSpec, Vec<Warning>), Scu
         attention: AttentionSpec { score_scale: keys.score_scale(family, attention.head_dim)?, ..attention },
         layers: keys.layers(family, n_layers)?,
         windows: keys.windows(family, n_layers)?,
+        mixers,
+        delta,
         multipliers: keys.multipliers(family)?,
         moe: keys.moe(family)?,
     };
-    for what in ["num_nextn_predict_layers", "num_mtp_modules"] {
+    for what in ["num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers"] {
         if keys.optional_size(what)?.unwrap_or(0) > 0 {
             keys.warnings.push(Warning::Ignored { what });
         }
+    }
+    if has_vision {
+        keys.warnings.push(Warning::Vision { what: "vision_config" });
     }
     spec.validate()?;
     Ok((spec, keys.warnings))
@@ -86,6 +106,9 @@ fn bad(key: &str, found: Option<&Value>, expected: impl Into<String>) -> SculptE
 fn number(key: &str, value: &Value) -> Result<f64, SculptError> {
     value.as_f64().filter(|x| x.is_finite()).ok_or_else(|| bad(key, Some(value), "a number"))
 }
+
+/// More layers than this are taken for damage.
+const MAX_LAYERS: usize = 4096;
 
 struct Keys<'a> {
     config: &'a Value,
@@ -160,8 +183,15 @@ impl<'a> Keys<'a> {
                 norm_eps: 1e-6,
             };
             let head_dim = self.size("qk_nope_head_dim")? + rope_dim;
-            let latent = Some(latent);
-            return Ok(AttentionSpec { n_heads, n_kv_heads: 1, head_dim, latent, ..Default::default() });
+            let (latent, indexer) = (Some(latent), self.indexer(family)?);
+            return Ok(AttentionSpec {
+                n_heads,
+                n_kv_heads: 1,
+                head_dim,
+                latent,
+                indexer,
+                ..Default::default()
+            });
         }
         let head_dim = match self.optional_size("head_dim")? {
             Some(n) => n,
@@ -188,8 +218,48 @@ impl<'a> Keys<'a> {
             qkv_bias,
             o_bias,
             sinks: family.sinks,
+            gate: family.hybrid != Hybrid::None,
             ..AttentionSpec::default()
         })
+    }
+
+    /// What chooses the positions that attention sees. A key about it that is not known may be another way of choosing.
+    fn indexer(&self, family: &Family) -> Result<Option<IndexerSpec>, SculptError> {
+        const KNOWN: [&str; 8] = [
+            "index_n_heads",
+            "index_head_dim",
+            "index_topk",
+            "index_topk_freq",
+            "index_topk_pattern",
+            // Which layers have none, if not every layer has one.
+            "index_skip_topk_offset",
+            "indexer_types",
+            "indexer_rope_interleave",
+        ];
+        let Some(rotated) = family.indexer else { return Ok(None) };
+        let keys = self.config.as_object().into_iter().flat_map(Map::keys);
+        for key in keys.filter(|key| key.starts_with("index") && !KNOWN.contains(&key.as_str())) {
+            if let Some(value) = self.get(key) {
+                return Err(bad(key, Some(value), "missing: this build does not know such an indexer"));
+            }
+        }
+        let interleaved = rotated == Indexer::Neighbours;
+        if self.flag("indexer_rope_interleave", interleaved)? != interleaved {
+            let found = self.get("indexer_rope_interleave");
+            return Err(bad(
+                "indexer_rope_interleave",
+                found,
+                format!("{interleaved} for {}", family.model_type),
+            ));
+        }
+        Ok(Some(IndexerSpec {
+            n_heads: self.size("index_n_heads")?,
+            head_dim: self.size("index_head_dim")?,
+            top_k: self.size("index_topk")?,
+            interleaved,
+            // The reference's norm does not ask the config.
+            norm_eps: 1e-6,
+        }))
     }
 
     fn moe(&mut self, family: &Family) -> Result<MoeSpec, SculptError> {
@@ -276,6 +346,51 @@ impl<'a> Keys<'a> {
         Ok(if windows.iter().all(|&positions| positions == 0) { Vec::new() } else { windows })
     }
 
+    /// What mixes the tokens of each layer, and the shape of gated delta nets among it.
+    fn hybrid(
+        &self,
+        family: &Family,
+        n_layers: usize,
+    ) -> Result<(Vec<MixerKind>, Option<DeltaSpec>), SculptError> {
+        if family.hybrid == Hybrid::None {
+            return Ok((Vec::new(), None));
+        }
+        let key = "layer_types";
+        let mixers = match self.get(key) {
+            None => {
+                let interval = self.optional_size("full_attention_interval")?.unwrap_or(4);
+                if interval == 0 || n_layers > MAX_LAYERS {
+                    let found = self.get("full_attention_interval");
+                    return Err(bad("full_attention_interval", found, "above 0, of at most 4096 layers"));
+                }
+                let is_full = |layer: usize| (layer + 1).is_multiple_of(interval);
+                let kind = |full| if full { MixerKind::Attention } else { MixerKind::GatedDelta };
+                (0..n_layers).map(|layer| kind(is_full(layer))).collect::<Vec<_>>()
+            }
+            found => {
+                let rule = || bad(key, found, "\"linear_attention\" or \"full_attention\" for each layer");
+                let kind = |value: &Value| match value.as_str() {
+                    Some("full_attention") => Ok(MixerKind::Attention),
+                    Some("linear_attention") => Ok(MixerKind::GatedDelta),
+                    _ => Err(rule()),
+                };
+                let kinds = found.and_then(Value::as_array).filter(|kinds| kinds.len() == n_layers);
+                kinds.ok_or_else(rule)?.iter().map(kind).collect::<Result<_, _>>()?
+            }
+        };
+        if !mixers.contains(&MixerKind::GatedDelta) {
+            return Ok((Vec::new(), None));
+        }
+        let delta = DeltaSpec {
+            n_key_heads: self.size("linear_num_key_heads")?,
+            n_value_heads: self.size("linear_num_value_heads")?,
+            key_dim: self.size("linear_key_head_dim")?,
+            value_dim: self.size("linear_value_head_dim")?,
+            conv_width: self.size("linear_conv_kernel_dim")?,
+        };
+        Ok((mixers, Some(delta)))
+    }
+
     /// The number of routed experts, which goes by several names.
     fn n_experts(&self, family: &Family) -> Result<usize, SculptError> {
         let mut found: Option<(&str, usize)> = None;
@@ -295,8 +410,8 @@ impl<'a> Keys<'a> {
         Ok(n)
     }
 
-    fn layers(&self, family: &Family, n_layers: usize) -> Result<Vec<FfnKind>, SculptError> {
-        if n_layers > 4096 {
+    fn layers(&mut self, family: &Family, n_layers: usize) -> Result<Vec<FfnKind>, SculptError> {
+        if n_layers > MAX_LAYERS {
             return Err(bad("num_hidden_layers", self.get("num_hidden_layers"), "at most 4096"));
         }
         let dense: Vec<bool> = match family.dense {
@@ -305,6 +420,23 @@ impl<'a> Keys<'a> {
                 let first = self.optional_size("first_k_dense_replace")?.unwrap_or(0);
                 (0..n_layers).map(|layer| layer < first).collect()
             }
+            Dense::Types(default) => match self.get("mlp_layer_types") {
+                None => {
+                    let first = self.optional_size("first_k_dense_replace")?;
+                    let first = first.unwrap_or_else(|| self.default("first_k_dense_replace", default));
+                    (0..n_layers).map(|layer| layer < first).collect()
+                }
+                found @ Some(value) => {
+                    let rule = || bad("mlp_layer_types", found, "\"dense\" or \"sparse\" for each layer");
+                    let kinds = value.as_array().filter(|kinds| kinds.len() == n_layers).ok_or_else(rule)?;
+                    let is_dense = |kind: &Value| match kind.as_str() {
+                        Some("dense") => Ok(true),
+                        Some("sparse") => Ok(false),
+                        _ => Err(rule()),
+                    };
+                    kinds.iter().map(is_dense).collect::<Result<_, _>>()?
+                }
+            },
             Dense::Outside => {
                 let first = self.optional_size("moe_layer_start_index")?.unwrap_or(1);
                 let last = match self.get("moe_layer_end_index") {

@@ -441,6 +441,12 @@ pub enum Warning {
         /// The key.
         what: &'static str,
     },
+    /// The checkpoint has a part for images too.
+    #[error("`{what}`: the part that sees images is left out; text is answered as without it")]
+    Vision {
+        /// The key.
+        what: &'static str,
+    },
     /// Tensors that the model has no use for.
     #[error("{count} tensors of the checkpoint are not part of the model and are left out: {}", .examples.join(", "))]
     ExtraTensors {

@@ -14,12 +14,20 @@ use crate::source::Part;
 pub(crate) struct Family {
     /// `model_type` in config.json.
     pub model_type: &'static str,
+    /// The key of the text's own config, if it is a part of several.
+    pub text: Option<&'static str>,
+    /// What tensors' names begin with.
+    pub prefix: &'static str,
+    /// Linear attention in some layers.
+    pub hybrid: Hybrid,
     /// RMSNorm of queries and keys.
     pub qk_norm: QkNorm,
     /// Biases of the projections.
     pub bias: Bias,
     /// Keys and values come from a latent.
     pub latent: bool,
+    /// An indexer chooses what attention sees.
+    pub indexer: Option<Indexer>,
     /// Each head has an attention sink.
     pub sinks: bool,
     /// `layer_types` says which layers see `sliding_window` positions only.
@@ -54,6 +62,17 @@ pub(crate) struct Family {
     pub parts: &'static [(LayerPart, &'static str)],
     /// Names of routed experts' tensors.
     pub experts: Experts,
+}
+
+/// Gated delta nets in the layers that `layer_types` names, or but every `full_attention_interval`-th; with them come
+/// norms of 1 + weight, and a gate on attention's outputs that lies in `q_proj`, behind the query of each head.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Hybrid {
+    None,
+    /// Of each key head: query, key, values, gates; and what beta and decay are made of.
+    Joined,
+    /// Queries, keys and values in one, the others alone.
+    Apart,
 }
 
 /// RMSNorm of queries and keys.
@@ -113,6 +132,14 @@ pub(crate) enum Expert {
     ClampedWithBiases,
 }
 
+/// How the indexer of sparse attention rotates its heads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Indexer {
+    /// Each element with the one half a width away.
+    Halves,
+    Neighbours,
+}
+
 /// The expert that every token visits.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Shared {
@@ -132,6 +159,8 @@ pub(crate) enum Dense {
     SparseStep,
     /// The first `first_k_dense_replace` layers.
     FirstK,
+    /// Those that `mlp_layer_types` calls `dense`; where it is silent the first `first_k_dense_replace`, or so many.
+    Types(usize),
     /// Those outside of `moe_layer_start_index` to `moe_layer_end_index`, and inside all but each
     /// `moe_layer_interval`-th of the model.
     Outside,
@@ -212,6 +241,18 @@ fn is_softmax(v: &Value) -> bool {
 fn is_sigmoid(v: &Value) -> bool {
     v == "sigmoid"
 }
+fn is_indexed_attention(v: &Value) -> bool {
+    v.as_array().is_some_and(|layers| layers.iter().all(|layer| layer == "indexed_attention"))
+}
+fn are_full(v: &Value) -> bool {
+    v.as_array().is_some_and(|layers| layers.iter().all(|layer| layer == "full"))
+}
+fn is_full_pattern(v: &Value) -> bool {
+    are_full(v) || v.as_str().is_some_and(|pattern| pattern.bytes().all(|layer| layer == b'F'))
+}
+fn is_empty(v: &Value) -> bool {
+    v.as_array().is_some_and(Vec::is_empty)
+}
 fn are_ones(v: &Value) -> bool {
     v.as_array().is_some_and(|layers| layers.iter().all(is_one))
 }
@@ -248,7 +289,7 @@ impl Family {
         let own = |key: &str| match key {
             "attention_bias" => matches!(self.bias, Bias::Qkv(own, _) | Bias::All(own, _) if own == key),
             "partial_rotary_factor" => matches!(self.rotary, Rotary::Partial(_) | Rotary::Width(_)),
-            "layer_types" => self.windows,
+            "layer_types" => self.windows || self.indexer.is_some() || self.hybrid != Hybrid::None,
             "embedding_multiplier" | "attention_multiplier" | "residual_multiplier" | "logits_scaling" => {
                 self.multipliers
             }
@@ -270,9 +311,25 @@ impl Family {
     /// The checkpoint's name of the tensor that has a backbone tensor.
     pub fn backbone_name(&self, spec: &ModelSpec, tensor: BackboneTensor) -> String {
         let own = |part| self.parts.iter().find(|(own, _)| *own == part);
-        match tensor {
+        let name = match tensor {
             BackboneTensor::Layer(layer, part) if let Some((_, name)) = own(part) => {
                 format!("model.layers.{layer}.{name}")
+            }
+            BackboneTensor::Layer(layer, part) if spec.delta_of(layer as usize).is_some() => {
+                let name = match (part, self.hybrid) {
+                    (LayerPart::O, _) => "out_proj",
+                    (LayerPart::Beta | LayerPart::Decay, Hybrid::Joined) => "in_proj_ba",
+                    (LayerPart::Q | LayerPart::K | LayerPart::V | LayerPart::OGate, Hybrid::Joined) => {
+                        "in_proj_qkvz"
+                    }
+                    (LayerPart::Q | LayerPart::K | LayerPart::V, _) => "in_proj_qkv",
+                    (LayerPart::OGate, _) => "in_proj_z",
+                    _ => return self.prefixed(original::checkpoint_name(tensor)),
+                };
+                format!("model.layers.{layer}.linear_attn.{name}.weight")
+            }
+            BackboneTensor::Layer(layer, LayerPart::OGate) => {
+                format!("model.layers.{layer}.self_attn.q_proj.weight")
             }
             BackboneTensor::Layer(layer, LayerPart::Q)
                 if spec.attention.latent.is_some_and(|latent| latent.q_rank > 0) =>
@@ -280,6 +337,15 @@ impl Family {
                 format!("model.layers.{layer}.self_attn.q_b_proj.weight")
             }
             _ => original::checkpoint_name(tensor),
+        };
+        self.prefixed(name)
+    }
+
+    /// A name as the family begins it.
+    fn prefixed(&self, name: String) -> String {
+        match name.strip_prefix("model.") {
+            Some(rest) if self.prefix != "model" => format!("{}.{rest}", self.prefix),
+            _ => name,
         }
     }
 
@@ -288,6 +354,11 @@ impl Family {
         let (name, (rows, cols)) = (self.backbone_name(spec, tensor), tensor.shape(spec));
         let a = &spec.attention;
         let whole = |shape| Place { name: name.clone(), shape, part: Part::Whole };
+        if self.hybrid != Hybrid::None
+            && let Some(place) = self.hybrid(spec, tensor)
+        {
+            return Place { name, ..place };
+        }
         match (tensor, a.latent) {
             (BackboneTensor::Layer(_, part @ (LayerPart::KUp | LayerPart::VUp)), Some(latent)) => {
                 // Head by head: what makes a key, then what makes a value.
@@ -295,7 +366,7 @@ impl Family {
                 let of = keys + values;
                 let part = match part {
                     LayerPart::KUp => Part::Columns { of, n: keys, cols: latent.kv_rank },
-                    _ => Part::Rows { of, first: keys },
+                    _ => Part::Rows { of, first: keys, n: values },
                 };
                 Place { name, shape: vec![a.n_heads * of, latent.kv_rank], part }
             }
@@ -304,12 +375,60 @@ impl Family {
         }
     }
 
+    /// Shape and part of a tensor that hybrids have otherwise; the name is left out.
+    fn hybrid(&self, spec: &ModelSpec, tensor: BackboneTensor) -> Option<Place> {
+        use LayerPart as P;
+        let (a, d) = (&spec.attention, spec.d_model);
+        let place = |shape, part| Some(Place { name: String::new(), shape, part });
+        let (layer, part) = match tensor {
+            BackboneTensor::FinalNorm => return place(vec![d], Part::OnePlus),
+            BackboneTensor::Layer(layer, part) => (layer as usize, part),
+            BackboneTensor::Embed | BackboneTensor::Head => return None,
+        };
+        // Of every so many rows, `n` from `first` on.
+        let rows =
+            |of: usize, heads: usize, first, n| place(vec![heads * of, d], Part::Rows { of, first, n });
+        let delta = spec.delta_of(layer);
+        match (part, delta, self.hybrid) {
+            (P::AttnNorm | P::FfnNorm | P::QNorm | P::KNorm, ..) => {
+                place(vec![tensor.shape(spec).1], Part::OnePlus)
+            }
+            (P::Q, None, _) => rows(2 * a.head_dim, a.n_heads, 0, a.head_dim),
+            (P::OGate, None, _) => rows(2 * a.head_dim, a.n_heads, a.head_dim, a.head_dim),
+            (P::Conv, Some(delta), _) => place(vec![delta.channels(), 1, delta.conv_width], Part::Whole),
+            (_, Some(delta), Hybrid::Joined) => {
+                let per = delta.n_value_heads / delta.n_key_heads;
+                let (key, values) = (delta.key_dim, per * delta.value_dim);
+                let (of, heads) = (2 * (key + values), delta.n_key_heads);
+                match part {
+                    P::Q => rows(of, heads, 0, key),
+                    P::K => rows(of, heads, key, key),
+                    P::V => rows(of, heads, 2 * key, values),
+                    P::OGate => rows(of, heads, 2 * key + values, values),
+                    P::Beta => rows(2 * per, heads, 0, per),
+                    P::Decay => rows(2 * per, heads, per, per),
+                    _ => None,
+                }
+            }
+            (_, Some(delta), _) => {
+                let (of, keys) = (delta.channels(), delta.keys());
+                match part {
+                    P::Q => rows(of, 1, 0, keys),
+                    P::K => rows(of, 1, keys, keys),
+                    P::V => rows(of, 1, 2 * keys, delta.values()),
+                    _ => None,
+                }
+            }
+            _ => None,
+        }
+    }
+
     /// Where a checkpoint of the model `spec` has a routed expert's matrix.
     pub fn expert(&self, spec: &ModelSpec, key: ExpertKey, projection: Projection) -> Place {
         let (rows, cols) = projection.shape(spec);
         let Experts { folder, names } = self.experts;
         let (layer, expert, name) = (key.layer, key.expert, names[projection as usize]);
-        let name = format!("model.layers.{layer}.{folder}.{expert}.{name}.weight");
+        let name = format!("{}.layers.{layer}.{folder}.{expert}.{name}.weight", self.prefix);
         Place { name, shape: vec![rows, cols], part: Part::Whole }
     }
 }
@@ -317,9 +436,13 @@ impl Family {
 /// What most families have; the others say what they have instead.
 const LLAMA: Family = Family {
     model_type: "",
+    text: None,
+    prefix: "model",
+    hybrid: Hybrid::None,
     qk_norm: QkNorm::None,
     bias: Bias::None,
     latent: false,
+    indexer: None,
     sinks: false,
     windows: false,
     multipliers: false,
@@ -358,8 +481,64 @@ const SIGMOID: Router = Router {
     scale: true,
 };
 
+/// Latent attention over positions that an indexer chooses: DeepSeek-V3.2's.
+const SPARSE: Family = Family {
+    latent: true,
+    indexer: Some(Indexer::Halves),
+    router: SIGMOID,
+    n_experts: &["n_routed_experts"],
+    shared: Shared::Count("n_shared_experts"),
+    dense: Dense::Types(3),
+    rope: &["yarn"],
+    rotary: Rotary::Neighbours,
+    kv_heads_optional: true,
+    only: &[
+        only("layer_types", is_indexed_attention, "\"indexed_attention\" in every layer"),
+        only("rope_interleave", is_true, "true (neighbours are rotated)"),
+        only("moe_layer_freq", is_one, "1"),
+        only("scoring_func", is_sigmoid, "\"sigmoid\""),
+        only("topk_method", |v| v == "noaux_tc", "\"noaux_tc\""),
+        only("indexer_types", are_full, "\"full\" in every layer (each with an indexer of its own)"),
+        only("index_topk_freq", is_one, "1 (each layer with an indexer of its own)"),
+        only("index_topk_pattern", is_full_pattern, "all F (each layer with an indexer of its own)"),
+    ],
+    ..LLAMA
+};
+
 /// Mixtral's names, which others took over.
 const MIXTRAL_EXPERTS: Experts = Experts { folder: "block_sparse_moe.experts", names: ["w1", "w3", "w2"] };
+
+/// Gated delta nets beside gated attention.
+const HYBRID: Family = Family {
+    hybrid: Hybrid::Joined,
+    qk_norm: QkNorm::Heads,
+    router: Router { norm: Norm::Key(true), ..LLAMA.router },
+    n_experts: &["num_experts"],
+    shared: Shared::Gated("shared_expert_intermediate_size"),
+    dense: Dense::SparseStep,
+    rotary: Rotary::Partial(0.25),
+    parts: &[
+        (LayerPart::SharedGate, "mlp.shared_expert.gate_proj.weight"),
+        (LayerPart::SharedUp, "mlp.shared_expert.up_proj.weight"),
+        (LayerPart::SharedDown, "mlp.shared_expert.down_proj.weight"),
+    ],
+    only: &[only("attn_output_gate", is_true, "true")],
+    ..LLAMA
+};
+
+/// As [`HYBRID`], without dense layers or a choice of how scores are divided.
+const QWEN3_5: Family = Family {
+    hybrid: Hybrid::Apart,
+    router: Router { norm: Norm::Always, ..LLAMA.router },
+    dense: Dense::None,
+    only: &[
+        only("attn_output_gate", is_true, "true"),
+        only("norm_topk_prob", is_true, "true"),
+        only("mlp_only_layers", is_empty, "empty"),
+        only("decoder_sparse_step", is_one, "1"),
+    ],
+    ..HYBRID
+};
 
 /// The families that this build knows.
 pub(crate) static FAMILIES: &[Family] = &[
@@ -481,6 +660,13 @@ pub(crate) static FAMILIES: &[Family] = &[
         ],
         ..LLAMA
     },
+    Family { model_type: "deepseek_v32", ..SPARSE },
+    Family {
+        model_type: "glm_moe_dsa",
+        indexer: Some(Indexer::Neighbours),
+        defaults: Defaults { eps: 1e-5, ..LLAMA.defaults },
+        ..SPARSE
+    },
     // As in GPT-OSS, softmax is over the chosen logits. Experts are stacked, two tensors a layer.
     Family {
         model_type: "granitemoe",
@@ -542,4 +728,13 @@ pub(crate) static FAMILIES: &[Family] = &[
         experts: MIXTRAL_EXPERTS,
         ..LLAMA
     },
+    Family { model_type: "qwen3_next", ..HYBRID },
+    // As published, of which only the part for text is taken; and that part alone.
+    Family {
+        model_type: "qwen3_5_moe",
+        text: Some("text_config"),
+        prefix: "model.language_model",
+        ..QWEN3_5
+    },
+    Family { model_type: "qwen3_5_moe_text", ..QWEN3_5 },
 ];

@@ -7,7 +7,7 @@ use std::sync::atomic::AtomicBool;
 
 use smoe_format::backbone::{self, LayerPart};
 use smoe_format::expert_file::{FileEntry, Manifest, Provenance};
-use smoe_format::spec::{FfnKind, ModelSpec};
+use smoe_format::spec::{FfnKind, MixerKind, ModelSpec};
 use smoe_format::tile::ROWS;
 use smoe_format::{
     BackboneTensor, Encoding, ExpertFile, ExpertKey, LayerTable, Projection, Table, Zero, entropy, file_name,
@@ -21,7 +21,7 @@ use crate::coded;
 use crate::config::{family_of, spec_from_config};
 use crate::encode::{Scratch, StepSearch, encode_rows};
 use crate::error::{SculptError, Warning};
-use crate::family::{Family, Place};
+use crate::family::{Family, Hybrid, Place};
 use crate::progress::Progress;
 use crate::quantise::fit_table;
 use crate::settings::{Recipe, Role, Settings};
@@ -328,6 +328,12 @@ fn cut(whole: &ModelSpec, settings: &Settings) -> Result<ModelSpec, SculptError>
     if let Some(n) = settings.max_layers {
         spec.layers.truncate(n);
         spec.windows.truncate(n);
+        spec.mixers.truncate(n);
+        if !spec.mixers.contains(&MixerKind::GatedDelta) {
+            (spec.mixers, spec.delta) = (Vec::new(), None);
+        } else if !spec.mixers.contains(&MixerKind::Attention) {
+            return bad("--max-layers", n, "leaves no layer with attention".to_owned());
+        }
         if !spec.layers.contains(&FfnKind::Moe) {
             return bad("--max-layers", n, "leaves no layer with experts".to_owned());
         }
@@ -360,6 +366,8 @@ fn extra_tensors(checkpoint: &Checkpoint, family: &Family, spec: &ModelSpec) -> 
     let mut extra: Vec<&str> = checkpoint
         .names()
         .filter(|name| !known.contains(*name) && !name.ends_with(".rotary_emb.inv_freq"))
+        // Of what the config says that it is left out.
+        .filter(|name| family.hybrid == Hybrid::None || !name.starts_with("model.visual."))
         .collect();
     extra.sort_unstable();
     (!extra.is_empty()).then(|| Warning::ExtraTensors {

@@ -142,10 +142,12 @@ pub(crate) struct Source {
 pub(crate) enum Part {
     /// All of it.
     Whole,
-    /// Of every `of` rows those from `first` on.
-    Rows { of: usize, first: usize },
+    /// Of every `of` rows `n`, from `first` on.
+    Rows { of: usize, first: usize, n: usize },
     /// Of every `of` rows of `cols` columns the first `n`, turned: each head has `cols` rows of `n`.
     Columns { of: usize, n: usize, cols: usize },
+    /// All of it, and one added to each weight, in `f32` as a norm around one does it.
+    OnePlus,
 }
 
 /// Reads rows of a whole tensor.
@@ -351,10 +353,12 @@ impl Source {
     pub fn part(self, part: Part) -> Self {
         let (rows, cols) = match part {
             Part::Whole => return self,
-            Part::Rows { of, first } => (self.rows / of * (of - first), self.cols),
+            Part::Rows { of, n, .. } => (self.rows / of * n, self.cols),
             Part::Columns { of, n, cols } => (self.rows / of * cols, n),
+            Part::OnePlus => (self.rows, self.cols),
         };
-        let encoding = if self.form.is_coded() { Encoding::F32 } else { self.encoding };
+        let is_changed = self.form.is_coded() || part == Part::OnePlus;
+        let encoding = if is_changed { Encoding::F32 } else { self.encoding };
         Self { encoding, rows, cols, part, ..self }
     }
 
@@ -362,8 +366,9 @@ impl Source {
     fn whole(&self) -> Self {
         let (rows, cols) = match self.part {
             Part::Whole => return *self,
-            Part::Rows { of, first } => (self.rows / (of - first) * of, self.cols),
+            Part::Rows { of, n, .. } => (self.rows / n * of, self.cols),
             Part::Columns { of, cols, .. } => (self.rows / cols * of, cols),
+            Part::OnePlus => (self.rows, self.cols),
         };
         Self { encoding: self.form.encoding(), rows, cols, part: Part::Whole, ..*self }
     }
@@ -382,14 +387,14 @@ impl Source {
         while row < rows.end {
             // As many rows as one head has.
             row += match self.part {
-                Part::Whole => {
+                Part::Whole | Part::OnePlus => {
                     read(row..rows.end, &mut some)?;
                     out.extend_from_slice(&some);
                     rows.end - row
                 }
-                Part::Rows { of, first } => {
-                    let (head, i) = (row / (of - first), row % (of - first));
-                    let n = (of - first - i).min(rows.end - row);
+                Part::Rows { of, first, n } => {
+                    let (head, i) = (row / n, row % n);
+                    let n = (n - i).min(rows.end - row);
                     let start = head * of + first + i;
                     read(start..start + n, &mut some)?;
                     out.extend_from_slice(&some);
@@ -420,6 +425,13 @@ impl Source {
         out: &mut Vec<u8>,
     ) -> Result<(), SculptError> {
         let width = |ty| if ty == Encoding::F32 { 4 } else { 2 };
+        if self.part == Part::OnePlus {
+            let mut values = Vec::new();
+            self.read_rows(files, rows, raw, &mut Codes::default(), &mut values)?;
+            out.clear();
+            out.extend(values.iter().flat_map(|w| w.to_le_bytes()));
+            return Ok(());
+        }
         if self.part != Part::Whole {
             let whole = self.whole();
             return self.pick(rows, width(self.encoding), out, &mut |rows, out| {
@@ -461,8 +473,11 @@ impl Source {
     ) -> Result<(), SculptError> {
         if self.part != Part::Whole {
             let whole = self.whole();
-            return self
-                .pick(rows, 1, values, &mut |rows, values| whole.read_rows(files, rows, raw, codes, values));
+            self.pick(rows, 1, values, &mut |rows, values| whole.read_rows(files, rows, raw, codes, values))?;
+            if self.part == Part::OnePlus {
+                values.iter_mut().for_each(|w| *w += 1.0);
+            }
+            return Ok(());
         }
         values.resize(rows.len() * self.cols, 0.0);
         match self.form {
@@ -553,10 +568,14 @@ mod tests {
         let whole = Source { encoding: Encoding::F32, rows, cols, form, order, part };
         let turned = |row: usize, col: usize| (row / cols * of + col) * cols + row % cols;
         let end = |row: usize, col: usize| (row / (of - keys) * of + keys + row % (of - keys)) * cols + col;
+        let middle = |row: usize, col: usize| (row / 2 * of + 1 + row % 2) * cols + col;
+        let next = |row: usize, col: usize| row * cols + col + 1;
         type Place<'a> = &'a dyn Fn(usize, usize) -> usize;
-        let parts: [(Part, usize, usize, Place<'_>); 2] = [
+        let parts: [(Part, usize, usize, Place<'_>); 4] = [
             (Part::Columns { of, n: keys, cols }, heads * cols, keys, &turned),
-            (Part::Rows { of, first: keys }, heads * (of - keys), cols, &end),
+            (Part::Rows { of, first: keys, n: of - keys }, heads * (of - keys), cols, &end),
+            (Part::Rows { of, first: 1, n: 2 }, heads * 2, cols, &middle),
+            (Part::OnePlus, heads * of, cols, &next),
         ];
         for (part, rows, cols, place) in parts {
             let source = whole.part(part);

@@ -443,9 +443,11 @@ impl Plan {
     /// Writes a run of a backbone tensor into `scratch.out`.
     fn fill_run(&self, tensor: usize, run: usize, embedding: &Embedding, scratch: &mut Scratch) {
         use LayerPart::{
-            AttnNorm, Correction, Down, ExpertDownBias, ExpertGateBias, ExpertUpBias, FfnNorm, Gate, K,
-            KBias, KNorm, KUp, KvDown, KvDownNorm, O, OBias, Q, QBias, QDown, QDownNorm, QNorm, Router,
-            RouterBias, SharedDown, SharedGate, SharedScale, SharedUp, Sinks, Up, V, VBias, VUp,
+            AttnNorm, Beta, Conv, Correction, Decay, DecayBias, DecayLog, DeltaNorm, Down, ExpertDownBias,
+            ExpertGateBias, ExpertUpBias, FfnNorm, Gate, IndexK, IndexKNorm, IndexKNormBias, IndexQ,
+            IndexWeights, K, KBias, KNorm, KUp, KvDown, KvDownNorm, O, OBias, OGate, Q, QBias, QDown,
+            QDownNorm, QNorm, Router, RouterBias, SharedDown, SharedGate, SharedScale, SharedUp, Sinks, Up,
+            V, VBias, VUp,
         };
         let t = &self.backbone.tensors[tensor];
         let rows = runs(t.rows, t.cols).nth(run).expect("items are made from runs");
@@ -454,13 +456,16 @@ impl Plan {
         scratch.out.resize(len, 0);
         let deviation = match t.tensor {
             BackboneTensor::FinalNorm
-            | BackboneTensor::Layer(_, AttnNorm | FfnNorm | QNorm | KNorm | QDownNorm | KvDownNorm) => {
+            | BackboneTensor::Layer(
+                _,
+                AttnNorm | FfnNorm | QNorm | KNorm | QDownNorm | KvDownNorm | IndexKNorm | DeltaNorm,
+            ) => {
                 return constant(1.0, t.cols, &mut scratch.out);
             }
             BackboneTensor::Layer(
                 _,
-                QBias | KBias | VBias | OBias | Sinks | RouterBias | Correction | SharedScale
-                | ExpertGateBias | ExpertUpBias | ExpertDownBias,
+                QBias | KBias | VBias | OBias | IndexKNormBias | Sinks | RouterBias | Correction
+                | SharedScale | ExpertGateBias | ExpertUpBias | ExpertDownBias | DecayLog | DecayBias,
             ) => return scratch.out.fill(0),
             BackboneTensor::Embed => {
                 scratch.values.resize(rows.len() * t.cols, 0.0);
@@ -475,9 +480,12 @@ impl Plan {
                 scratch.values.extend((0..rows.len() * t.cols).map(|_| deviation * random.weight()));
                 return t.encoding.encode(&scratch.values, t.cols, &mut scratch.out);
             }
-            BackboneTensor::Head | BackboneTensor::Layer(_, Q | K | V | QDown | KvDown | KUp | VUp) => {
-                1.0 / (t.cols as f32).sqrt()
-            }
+            BackboneTensor::Head
+            | BackboneTensor::Layer(
+                _,
+                Q | K | V | QDown | KvDown | KUp | VUp | IndexQ | IndexK | IndexWeights | OGate | Beta
+                | Decay | Conv,
+            ) => 1.0 / (t.cols as f32).sqrt(),
             BackboneTensor::Layer(_, O) => self.added() / (t.cols as f32).sqrt(),
             BackboneTensor::Layer(_, Gate | SharedGate) => self.deviation(Projection::Gate, t.rows),
             BackboneTensor::Layer(_, Up | SharedUp) => self.deviation(Projection::Up, t.rows),

@@ -3,7 +3,7 @@
 
 use serde_json::{Value, json};
 use smoe_format::ModelSpec;
-use smoe_format::spec::{FfnKind, GroupScore, GroupSpec, Multipliers};
+use smoe_format::spec::{FfnKind, GroupScore, GroupSpec, MixerKind, Multipliers};
 use smoe_sculpt::{SculptError, Warning, spec_from_config};
 use smoe_testkit::fixtures;
 
@@ -79,6 +79,25 @@ fn minimax_m2() -> Value {
     config("minimax_m2", own)
 }
 
+/// What hybrids ask for besides.
+fn hybrid() -> Value {
+    json!({
+        "num_experts": 8, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
+        "norm_topk_prob": true, "partial_rotary_factor": 0.25, "attn_output_gate": true,
+        "full_attention_interval": 3, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16, "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4,
+    })
+}
+
+fn qwen3_next() -> Value {
+    config("qwen3_next", hybrid())
+}
+
+fn qwen3_5_moe() -> Value {
+    let text = config("qwen3_5_moe_text", hybrid());
+    json!({ "model_type": "qwen3_5_moe", "text_config": text, "vision_config": { "depth": 2 } })
+}
+
 fn deepseek(family: &str) -> Value {
     let own = json!({
         "num_key_value_heads": 4, "n_routed_experts": 8, "moe_intermediate_size": 32, "n_shared_experts": 2,
@@ -89,6 +108,15 @@ fn deepseek(family: &str) -> Value {
         "scoring_func": if family == "deepseek_v3" { "sigmoid" } else { "softmax" },
     });
     config(family, own)
+}
+
+fn sparse(family: &str) -> Value {
+    let mut config = deepseek("deepseek_v3");
+    let own = json!({
+        "model_type": family, "q_lora_rank": 48, "index_n_heads": 4, "index_head_dim": 32, "index_topk": 2048,
+    });
+    config.as_object_mut().unwrap().extend(own.as_object().unwrap().clone());
+    config
 }
 
 fn read(config: &Value) -> (ModelSpec, Vec<Warning>) {
@@ -111,6 +139,10 @@ fn configs_of_the_fixtures_mean_the_models_written_out_by_hand() {
         ("granitemoe", fixtures::granitemoe()),
         ("ernie4_5_moe", fixtures::ernie4_5_moe()),
         ("minimax_m2", fixtures::minimax_m2()),
+        ("glm_moe_dsa", fixtures::glm_moe_dsa()),
+        ("deepseek_v32", fixtures::deepseek_v32()),
+        ("qwen3_next", fixtures::qwen3_next()),
+        ("qwen3_5_moe", fixtures::qwen3_5_moe()),
     ] {
         let Some(dir) = fixtures::fixture(family) else { continue };
         let config = serde_json::from_slice(&std::fs::read(dir.join("config.json")).unwrap()).unwrap();
@@ -177,6 +209,28 @@ fn what_a_family_cannot_compute_is_refused_by_key() {
         (minimax_m2(), "shared_intermediate_size", json!(64)),
         (minimax_m2(), "attn_type_list", json!([0, 1, 1])),
         (minimax_m2(), "sliding_window", json!(128)),
+        (sparse("glm_moe_dsa"), "index_topk", Value::Null),
+        (sparse("glm_moe_dsa"), "index_n_heads", json!("many")),
+        (sparse("glm_moe_dsa"), "indexer_types", json!(["full", "full", "shared"])),
+        (sparse("glm_moe_dsa"), "index_topk_freq", json!(4)),
+        (sparse("glm_moe_dsa"), "index_topk_pattern", json!("FSS")),
+        (sparse("glm_moe_dsa"), "index_share", json!(true)),
+        (sparse("glm_moe_dsa"), "indexer_rope_interleave", json!(false)),
+        (sparse("glm_moe_dsa"), "rope_interleave", json!(false)),
+        (sparse("glm_moe_dsa"), "layer_types", json!(["full_attention", "full_attention", "full_attention"])),
+        (sparse("glm_moe_dsa"), "mlp_layer_types", json!(["dense", "sparse"])),
+        (sparse("glm_moe_dsa"), "mlp_layer_types", json!(["dense", "sparse", "linear"])),
+        (sparse("glm_moe_dsa"), "attention_bias", json!(true)),
+        (sparse("deepseek_v32"), "indexer_rope_interleave", json!(true)),
+        (sparse("deepseek_v32"), "scoring_func", json!("softmax")),
+        (sparse("deepseek_v32"), "num_key_value_heads", json!(2)),
+        (qwen3_next(), "linear_num_key_heads", Value::Null),
+        (qwen3_next(), "layer_types", json!(["linear_attention", "full_attention"])),
+        (qwen3_next(), "layer_types", json!(["linear_attention", "full_attention", "sliding_attention"])),
+        (qwen3_next(), "full_attention_interval", json!(0)),
+        (qwen3_next(), "attn_output_gate", json!(false)),
+        (qwen3_next(), "attention_bias", json!(true)),
+        (qwen3_5_moe(), "text_config", Value::Null),
     ] {
         read(&config);
         let mut config = config;
@@ -198,7 +252,18 @@ fn sizes_that_the_engine_cannot_have_are_refused() {
     groups["n_group"] = json!(3);
     let mut few = deepseek("deepseek_v3");
     few["num_experts_per_tok"] = json!(5);
-    for config in [narrow, groups, few] {
+    let (mut plain, mut thin, mut none) =
+        (sparse("glm_moe_dsa"), sparse("glm_moe_dsa"), sparse("glm_moe_dsa"));
+    plain["q_lora_rank"] = Value::Null;
+    thin["index_head_dim"] = json!(8);
+    none["index_topk"] = json!(0);
+    let mut keys = qwen3_next();
+    keys["linear_key_head_dim"] = json!(24);
+    let mut heads = qwen3_next();
+    heads["linear_num_value_heads"] = json!(5);
+    let mut no_attention = qwen3_next();
+    no_attention["full_attention_interval"] = json!(4);
+    for config in [narrow, groups, few, plain, thin, none, keys, heads, no_attention] {
         assert!(matches!(spec_from_config(&config), Err(SculptError::Format(_))), "{config}");
     }
 }
@@ -224,6 +289,30 @@ fn keys_that_are_silent_mean_what_the_reference_takes() {
     let full = json!(["full_attention", "full_attention", "full_attention"]);
     assert!(with(gpt_oss(), "layer_types", full).0.windows.is_empty());
     assert_eq!(read(&gpt_oss()).0.windows, [128, 0, 128]);
+}
+
+#[test]
+fn linear_layers_are_those_that_are_named_or_lie_between() {
+    let (delta, full) = (MixerKind::GatedDelta, MixerKind::Attention);
+    let (spec, warnings) = read(&qwen3_next());
+    assert_eq!((&spec.mixers[..], &warnings[..]), (&[delta, delta, full][..], &[][..]));
+    assert!(spec.attention.gate && spec.attention.qk_norm && spec.moe.shared_gate);
+    assert_eq!(spec.rope_dim(), 4);
+    let mut config = qwen3_next();
+    config["layer_types"] = json!(["full_attention", "linear_attention", "full_attention"]);
+    assert_eq!(read(&config).0.mixers, [full, delta, full]);
+    config["layer_types"] = json!(["full_attention", "full_attention", "full_attention"]);
+    let spec = read(&config).0;
+    assert_eq!((spec.mixers.len(), spec.delta), (0, None));
+}
+
+#[test]
+fn what_sees_images_is_left_out_aloud() {
+    let (spec, warnings) = read(&qwen3_5_moe());
+    assert!(matches!(&warnings[..], [Warning::Vision { what: "vision_config" }]), "{warnings:?}");
+    let alone = qwen3_5_moe()["text_config"].take();
+    let (text, warnings) = read(&alone);
+    assert_eq!((ModelSpec { model_type: "qwen3_5_moe".to_owned(), ..text }, warnings), (spec, Vec::new()));
 }
 
 #[test]
@@ -297,6 +386,34 @@ fn yarn_scales_the_scores_of_latent_attention() {
     let mscale = 0.1 * 40f64.ln() + 1.0;
     assert!((spec.attention.score_scale - mscale * mscale).abs() < 1e-12);
     assert_eq!((spec.attention.key_dim(), spec.attention.kv_planes()), (80, 1));
+}
+
+#[test]
+fn indexers_rotate_as_their_family_does_and_layers_are_listed_or_counted() {
+    let glm = read(&sparse("glm_moe_dsa")).0;
+    let indexer = glm.attention.indexer.unwrap();
+    assert_eq!((indexer.n_heads, indexer.head_dim, indexer.top_k), (4, 32, 2048));
+    assert!(indexer.interleaved && glm.rope.interleaved);
+    let deepseek = read(&sparse("deepseek_v32")).0;
+    assert!(!deepseek.attention.indexer.unwrap().interleaved && deepseek.rope.interleaved);
+    let (moe, dense) = (FfnKind::Moe, FfnKind::Dense(96));
+    assert_eq!(glm.layers, [dense, moe, moe]);
+    // What lists layers goes before what counts them.
+    let mut listed = sparse("glm_moe_dsa");
+    listed["mlp_layer_types"] = json!(["sparse", "dense", "sparse"]);
+    assert_eq!(read(&listed).0.layers, [moe, dense, moe]);
+    let mut silent = sparse("glm_moe_dsa");
+    silent["first_k_dense_replace"] = Value::Null;
+    silent["num_hidden_layers"] = json!(5);
+    let (spec, warnings) = read(&silent);
+    assert_eq!(spec.layers, [dense, dense, dense, moe, moe]);
+    assert!(matches!(&warnings[..], [Warning::Default { key: "first_k_dense_replace", .. }]), "{warnings:?}");
+    // Every layer has its own, said in any way.
+    let mut own = sparse("glm_moe_dsa");
+    own["indexer_types"] = json!(["full", "full", "full"]);
+    own["index_topk_pattern"] = json!("FFF");
+    (own["index_topk_freq"], own["index_skip_topk_offset"]) = (json!(1), json!(2));
+    assert_eq!(read(&own).0, glm);
 }
 
 #[test]

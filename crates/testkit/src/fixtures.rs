@@ -9,8 +9,8 @@ use std::path::{Path, PathBuf};
 
 use smoe_format::ModelSpec;
 use smoe_format::spec::{
-    Activation, AttentionSpec, FfnKind, GroupScore, GroupSpec, LatentSpec, MoeSpec, Multipliers, RopeScaling,
-    RopeSpec, RouterKind,
+    Activation, AttentionSpec, DeltaSpec, FfnKind, GroupScore, GroupSpec, IndexerSpec, LatentSpec, MixerKind,
+    MoeSpec, Multipliers, RopeScaling, RopeSpec, RouterKind,
 };
 
 /// The folder of shared fixtures: `$SMOE_SHARED`, else `shared` beside the repository. If it is absent, says
@@ -21,10 +21,11 @@ pub fn shared() -> Option<PathBuf> {
 }
 
 /// The fixtures that are in the repository.
-pub const OWN: [&str; 3] = ["granitemoe", "ernie4_5_moe", "minimax_m2"];
+pub const OWN: [&str; 7] =
+    ["granitemoe", "ernie4_5_moe", "minimax_m2", "glm_moe_dsa", "deepseek_v32", "qwen3_next", "qwen3_5_moe"];
 
 /// The families that have a checkpoint with goldens: a fixture.
-pub const FAMILIES: [&str; 13] = [
+pub const FAMILIES: [&str; 17] = [
     "qwen3_moe",
     "qwen3_moe_tied",
     "deepseek",
@@ -38,6 +39,10 @@ pub const FAMILIES: [&str; 13] = [
     "granitemoe",
     "ernie4_5_moe",
     "minimax_m2",
+    "glm_moe_dsa",
+    "deepseek_v32",
+    "qwen3_next",
+    "qwen3_5_moe",
 ];
 
 /// The folder of a family's fixture; `None`, said aloud, if it is absent.
@@ -90,6 +95,8 @@ pub fn qwen3_moe() -> ModelSpec {
         rope: RopeSpec { theta: 1e6, ..Default::default() },
         layers: vec![FfnKind::Moe; 3],
         windows: Vec::new(),
+        mixers: Vec::new(),
+        delta: None,
         multipliers: Multipliers::default(),
         moe: MoeSpec {
             n_experts: 8,
@@ -285,6 +292,82 @@ pub fn minimax_m2() -> ModelSpec {
     }
 }
 
+/// `fixtures/glm_moe_dsa`: latent attention over positions that an indexer chooses; neighbours rotated in both.
+#[must_use]
+pub fn glm_moe_dsa() -> ModelSpec {
+    let base = own(qwen3_moe());
+    let latent = LatentSpec { q_rank: 48, kv_rank: 64, rope_dim: 8, value_dim: 32, norm_eps: 1e-6 };
+    let indexer = IndexerSpec { n_heads: 16, head_dim: 16, top_k: 16, interleaved: true, norm_eps: 1e-6 };
+    ModelSpec {
+        model_type: "glm_moe_dsa".to_owned(),
+        attention: AttentionSpec {
+            n_kv_heads: 1,
+            head_dim: 32,
+            latent: Some(latent),
+            indexer: Some(indexer),
+            ..base.attention
+        },
+        rope: RopeSpec { theta: 1e6, interleaved: true, ..base.rope },
+        layers: vec![FfnKind::Dense(96), FfnKind::Moe, FfnKind::Moe],
+        moe: MoeSpec {
+            router: RouterKind::Sigmoid,
+            correction_bias: true,
+            d_shared: 32,
+            routed_scale: 2.5,
+            ..base.moe
+        },
+        ..base
+    }
+}
+
+/// `fixtures/deepseek_v32`: the indexer rotates halves, groups of experts, YaRN.
+#[must_use]
+pub fn deepseek_v32() -> ModelSpec {
+    let base = glm_moe_dsa();
+    let indexer = base.attention.indexer.map(|indexer| IndexerSpec { interleaved: false, ..indexer });
+    let mut scaling = yarn(4.0, 512);
+    let RopeScaling::Yarn { attention_factor, .. } = &mut scaling else { return base };
+    // Scores are scaled instead, by its square.
+    let mscale = std::mem::replace(attention_factor, 1.0);
+    ModelSpec {
+        model_type: "deepseek_v32".to_owned(),
+        attention: AttentionSpec { indexer, score_scale: mscale * mscale, ..base.attention },
+        rope: RopeSpec { theta: 1e4, scaling, ..base.rope },
+        moe: MoeSpec { groups: Some(GroupSpec { n: 4, top: 2, score: GroupScore::BestTwo }), ..base.moe },
+        ..base
+    }
+}
+
+/// `fixtures/qwen3_next`: gated delta nets but for one layer, whose attention has a gate; half of each head rotated, a
+/// shared expert with a gate.
+#[must_use]
+pub fn qwen3_next() -> ModelSpec {
+    let base = own(qwen3_moe());
+    let (delta, attention) = (MixerKind::GatedDelta, MixerKind::Attention);
+    ModelSpec {
+        model_type: "qwen3_next".to_owned(),
+        attention: AttentionSpec { qk_norm: true, gate: true, ..base.attention },
+        rope: RopeSpec { theta: 1e7, dim: Some(8), ..base.rope },
+        layers: vec![FfnKind::Moe; 4],
+        mixers: vec![delta, delta, attention, delta],
+        delta: Some(DeltaSpec {
+            n_key_heads: 2,
+            n_value_heads: 4,
+            key_dim: 16,
+            value_dim: 16,
+            conv_width: 4,
+        }),
+        moe: MoeSpec { d_shared: 32, shared_gate: true, ..base.moe },
+        ..base
+    }
+}
+
+/// `fixtures/qwen3_5_moe`: the same under other names, beside a part for vision.
+#[must_use]
+pub fn qwen3_5_moe() -> ModelSpec {
+    ModelSpec { model_type: "qwen3_5_moe".to_owned(), ..qwen3_next() }
+}
+
 /// The sizes of the fixtures in the repository.
 fn own(base: ModelSpec) -> ModelSpec {
     ModelSpec {
@@ -337,7 +420,8 @@ mod tests {
     #[test]
     fn the_specs_are_valid() {
         let new = [mixtral, olmoe, qwen2_moe, glm4_moe, gpt_oss, deepseek_v2, deepseek_v3].map(|spec| spec());
-        let own = [granitemoe, ernie4_5_moe, minimax_m2].map(|spec| spec());
+        let own = [granitemoe, ernie4_5_moe, minimax_m2, glm_moe_dsa, deepseek_v32, qwen3_next, qwen3_5_moe]
+            .map(|spec| spec());
         let new = new.into_iter().chain(own);
         for spec in [qwen3_moe(), qwen3_moe_tied(), deepseek(), demo_model()].into_iter().chain(new) {
             spec.validate().expect("valid");

@@ -4,12 +4,15 @@
 //! whole context each time and no KV cache; experts in descending order; weights fetched anew from
 //! [`Weights`] and forgotten. Follows the published definitions of the Llama lineage: pre-norm residual
 //! blocks, RMSNorm (Zhang, Sennrich 2019), RoPE (Su et al. 2021), SwiGLU (Shazeer 2020), latent attention
-//! (DeepSeek-V2, 2024) without absorption.
+//! (DeepSeek-V2, 2024) without absorption, sparse attention (DeepSeek-V3.2, 2025) as a mask, gated delta nets (Yang,
+//! Kautz, Hatamizadeh 2024) without a state.
 
 use std::f64::consts::PI;
 
 use smoe_format::backbone::LayerPart;
-use smoe_format::spec::{Activation, FfnKind, GroupScore, LatentSpec, RopeScaling, RopeSpec, RouterKind};
+use smoe_format::spec::{
+    Activation, DeltaSpec, FfnKind, GroupScore, IndexerSpec, LatentSpec, RopeScaling, RopeSpec, RouterKind,
+};
 use smoe_format::{BackboneTensor, ExpertKey, ModelSpec, Projection};
 
 use crate::weights::Weights;
@@ -59,7 +62,10 @@ pub fn forward(spec: &ModelSpec, weights: &impl Weights, tokens: &[u32]) -> Forw
 
         let norm = part(LayerPart::AttnNorm);
         let normed: Vec<_> = stream.iter().map(|x| rms_norm(x, &norm, eps)).collect();
-        let attended = attention(spec, layer as usize, &part, &normed);
+        let attended = match spec.delta_of(layer as usize) {
+            Some(delta) => gated_delta(spec, &delta, &part, &normed),
+            None => attention(spec, layer as usize, &part, &normed),
+        };
         add(&mut stream, &attended, spec.multipliers.residual);
 
         let norm = part(LayerPart::FfnNorm);
@@ -131,8 +137,11 @@ fn attention(
         Some(latent) => latent_heads(spec, &latent, part, inputs),
         None => heads(spec, part, inputs),
     };
+    let chosen =
+        a.indexer.zip(a.latent).map(|(indexer, latent)| chosen(spec, &indexer, &latent, part, inputs));
     let sinks = a.sinks.then(|| part(LayerPart::Sinks));
     let (wo, bias) = (part(LayerPart::O), a.o_bias.then(|| part(LayerPart::OBias)));
+    let gate = a.gate.then(|| part(LayerPart::OGate));
     let per_kv = a.n_heads / keys[0].len();
 
     let mut outputs = Vec::new();
@@ -145,6 +154,14 @@ fn attention(
                 .iter()
                 .map(|k| dot(query, &k[kv_head]) / (a.head_dim as f64).sqrt() * a.score_scale)
                 .collect();
+            if let Some(chosen) = &chosen {
+                let hide = |(position, score): (usize, &mut f64)| {
+                    if !chosen[pos].contains(&position) {
+                        *score = f64::NEG_INFINITY;
+                    }
+                };
+                scores.iter_mut().enumerate().for_each(hide);
+            }
             // A sink is one more position, whose value is nothing.
             scores.extend(sinks.as_ref().map(|sinks| sinks[head]));
             let shares = softmax(&scores);
@@ -156,11 +173,80 @@ fn attention(
                 joined.push(sum);
             }
         }
+        if let Some(gate) = &gate {
+            for (x, gate) in joined.iter_mut().zip(product(gate, &inputs[pos])) {
+                *x *= sigmoid(gate);
+            }
+        }
         let mut output = product(&wo, &joined);
         plus(&mut output, bias.as_deref());
         outputs.push(output);
     }
     outputs
+}
+
+/// A gated delta net. No state is kept: what a key finds of an earlier token's difference is written out, as the sum over
+/// all tokens between.
+fn gated_delta(
+    spec: &ModelSpec,
+    delta: &DeltaSpec,
+    part: &impl Fn(LayerPart) -> Vec<f64>,
+    inputs: &[Vec<f64>],
+) -> Vec<Vec<f64>> {
+    use LayerPart as P;
+    let (keys, width) = (delta.keys(), delta.conv_width);
+    let projected: Vec<Vec<f64>> = {
+        let all = [part(P::Q), part(P::K), part(P::V)];
+        inputs.iter().map(|x| all.iter().flat_map(|w| product(w, x)).collect()).collect()
+    };
+    let conv = part(P::Conv);
+    let mixed = |pos: usize, channel: usize| {
+        let taps = (0..width.min(pos + 1)).rev();
+        let sum: f64 =
+            taps.map(|back| conv[channel * width + width - 1 - back] * projected[pos - back][channel]).sum();
+        sum * sigmoid(sum)
+    };
+    let unit = |pos: usize, first: usize| {
+        let x: Vec<f64> = (first..first + delta.key_dim).map(|channel| mixed(pos, channel)).collect();
+        let norm = (dot(&x, &x) + 1e-6).sqrt();
+        x.into_iter().map(|x| x / norm).collect::<Vec<_>>()
+    };
+    let [w_beta, w_decay, rates, biases, w_gate, norm, wo] =
+        [P::Beta, P::Decay, P::DecayLog, P::DecayBias, P::OGate, P::DeltaNorm, P::O].map(part);
+    let mut joined = vec![Vec::new(); inputs.len()];
+    for head in 0..delta.n_value_heads {
+        let key_head = head / (delta.n_value_heads / delta.n_key_heads);
+        let value = 2 * keys + head * delta.value_dim;
+        let row = |w: &[f64]| w[head * spec.d_model..(head + 1) * spec.d_model].to_vec();
+        let (w_beta, w_decay) = (row(&w_beta), row(&w_decay));
+        // Of each token: its key, the difference that it adds, and the logarithm of all decay up to it.
+        let mut written: Vec<(Vec<f64>, Vec<f64>, f64)> = Vec::new();
+        let mut logarithm = 0.0;
+        for (pos, x) in inputs.iter().enumerate() {
+            let [query, key] = [0, keys].map(|first| unit(pos, first + key_head * delta.key_dim));
+            logarithm -= rates[head].exp() * (dot(&w_decay, x) + biases[head]).exp().ln_1p();
+            let read = |what: &[f64], written: &[(Vec<f64>, Vec<f64>, f64)]| {
+                let mut sum = vec![0.0; delta.value_dim];
+                for (key, difference, then) in written.iter().rev() {
+                    let share = dot(what, key) * (logarithm - then).exp();
+                    sum.iter_mut().zip(difference).for_each(|(sum, d)| *sum += share * d);
+                }
+                sum
+            };
+            let beta = sigmoid(dot(&w_beta, x));
+            let known = read(&key, &written);
+            let difference =
+                (0..delta.value_dim).map(|i| beta * (mixed(pos, value + i) - known[i])).collect();
+            written.push((key, difference, logarithm));
+            let found = read(&query, &written);
+            let found: Vec<f64> = found.into_iter().map(|y| y / (delta.key_dim as f64).sqrt()).collect();
+            let gate = &w_gate[head * delta.value_dim * spec.d_model..];
+            let gate = product(&gate[..delta.value_dim * spec.d_model], x);
+            let normed = rms_norm(&found, &norm, f64::from(spec.rms_norm_eps));
+            joined[pos].extend(normed.iter().zip(gate).map(|(y, gate)| y * gate * sigmoid(gate)));
+        }
+    }
+    joined.iter().map(|joined| product(&wo, joined)).collect()
 }
 
 /// Queries, keys and values that are projections.
@@ -230,6 +316,51 @@ fn latent_heads(
         values.push(product(&v_up, &content).chunks(latent.value_dim).map(<[f64]>::to_vec).collect());
     }
     [queries, keys, values]
+}
+
+/// The positions that an indexer chooses for each position, the best first; all, where there are no more than it
+/// chooses.
+fn chosen(
+    spec: &ModelSpec,
+    indexer: &IndexerSpec,
+    latent: &LatentSpec,
+    part: &impl Fn(LayerPart) -> Vec<f64>,
+    inputs: &[Vec<f64>],
+) -> Vec<Vec<usize>> {
+    let [wq, wk, norm, norm_bias, weights, down, down_norm] = {
+        use LayerPart::{IndexK, IndexKNorm, IndexKNormBias, IndexQ, IndexWeights, QDown, QDownNorm};
+        [IndexQ, IndexK, IndexKNorm, IndexKNormBias, IndexWeights, QDown, QDownNorm].map(part)
+    };
+    let rope = Rope { interleaved: indexer.interleaved, ..Rope::new(spec) };
+    let width = indexer.head_dim as f64;
+    let key = |(pos, x): (usize, &Vec<f64>)| {
+        let x = product(&wk, x);
+        let mean = x.iter().rev().sum::<f64>() / width;
+        let centred: Vec<f64> = x.iter().map(|x| x - mean).collect();
+        // RMSNorm of what is centred.
+        let mut key = rms_norm(&centred, &norm, f64::from(indexer.norm_eps));
+        plus(&mut key, Some(&norm_bias));
+        rope.turn(&mut key[..latent.rope_dim], pos);
+        key
+    };
+    let keys: Vec<Vec<f64>> = inputs.iter().enumerate().map(key).collect();
+    let choose = |(pos, x): (usize, &Vec<f64>)| {
+        let low = rms_norm(&product(&down, x), &down_norm, f64::from(latent.norm_eps));
+        let mut queries: Vec<Vec<f64>> =
+            product(&wq, &low).chunks(indexer.head_dim).map(<[f64]>::to_vec).collect();
+        queries.iter_mut().for_each(|query| rope.turn(&mut query[..latent.rope_dim], pos));
+        let shares = product(&weights, x);
+        let score = |key: &Vec<f64>| -> f64 {
+            let of_head = |(query, share): (&Vec<f64>, &f64)| {
+                share / (indexer.n_heads as f64).sqrt() * (dot(query, key) / width.sqrt()).max(0.0)
+            };
+            queries.iter().zip(&shares).rev().map(of_head).sum()
+        };
+        let mut order = descending(&keys[..=pos].iter().map(score).collect::<Vec<_>>());
+        order.truncate(indexer.top_k);
+        order
+    };
+    inputs.iter().enumerate().map(choose).collect()
 }
 
 /// Routed experts, from the last to the first, and then the shared expert; notes logits and choice in `out`.

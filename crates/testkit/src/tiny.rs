@@ -12,8 +12,8 @@ use smoe_format::backbone::LayerPart as P;
 use smoe_format::half::{bf16_to_f32, f32_to_bf16, f32_to_f16};
 use smoe_format::original::checkpoint_name;
 use smoe_format::spec::{
-    Activation, AttentionSpec, FfnKind, GroupScore, GroupSpec, LatentSpec, MoeSpec, Multipliers, RopeScaling,
-    RopeSpec, RouterKind,
+    Activation, AttentionSpec, DeltaSpec, FfnKind, GroupScore, GroupSpec, IndexerSpec, LatentSpec, MixerKind,
+    MoeSpec, Multipliers, RopeScaling, RopeSpec, RouterKind,
 };
 use smoe_format::{BackboneTensor, Encoding, ExpertKey, ModelSpec, Projection};
 
@@ -103,6 +103,8 @@ impl TinyModel {
             rope: RopeSpec { theta: 1e6, ..Default::default() },
             layers: vec![FfnKind::Moe; 3],
             windows: Vec::new(),
+            mixers: Vec::new(),
+            delta: None,
             multipliers: Multipliers::default(),
             moe: MoeSpec {
                 n_experts: 7,
@@ -161,6 +163,9 @@ impl TinyModel {
             Self::deepseek_v3,
             Self::granite,
             Self::ernie,
+            Self::glm_dsa,
+            Self::deepseek_v32,
+            Self::qwen3_next,
         ];
         Self::all(seed).into_iter().chain(new.map(|model| model(seed))).collect()
     }
@@ -247,6 +252,28 @@ impl TinyModel {
         Self::new(spec, seed)
     }
 
+    /// As [`Self::deepseek_v3`] with an indexer that chooses fewer positions than a block of the cache has.
+    #[must_use]
+    pub fn glm_dsa(seed: u64) -> Self {
+        let mut spec = Self::deepseek_v3(seed).spec;
+        spec.model_type = "glm_moe_dsa".to_owned();
+        spec.attention.score_scale = 1.0;
+        spec.attention.indexer =
+            Some(IndexerSpec { n_heads: 12, head_dim: 20, top_k: 12, interleaved: true, norm_eps: 1e-6 });
+        spec.rope.scaling = RopeScaling::None;
+        Self::new(spec, seed)
+    }
+
+    /// As [`Self::glm_dsa`] with YaRN and halves rotated in the indexer, which chooses more than a block has.
+    #[must_use]
+    pub fn deepseek_v32(seed: u64) -> Self {
+        let mut spec = Self::deepseek_v3(seed).spec;
+        spec.model_type = "deepseek_v32".to_owned();
+        spec.attention.indexer =
+            Some(IndexerSpec { n_heads: 9, head_dim: 16, top_k: 40, interleaved: false, norm_eps: 1e-6 });
+        Self::new(spec, seed)
+    }
+
     /// Multipliers of embeddings, scores, residuals and logits.
     #[must_use]
     pub fn granite(seed: u64) -> Self {
@@ -265,6 +292,22 @@ impl TinyModel {
         spec.rope = RopeSpec { theta: 1e4, interleaved: true, ..Default::default() };
         // Some tokens' shares are below it.
         spec.moe = MoeSpec { norm_topk: true, norm_min: 0.7, correction_bias: true, ..spec.moe };
+        Self::new(spec, seed)
+    }
+
+    /// Gated delta nets around an attention that has a gate; half of each head rotated, a shared expert with a gate.
+    #[must_use]
+    pub fn qwen3_next(seed: u64) -> Self {
+        let mut spec = Self::qwen3(seed).spec;
+        let (delta, attention) = (MixerKind::GatedDelta, MixerKind::Attention);
+        spec.model_type = "qwen3_next".to_owned();
+        spec.attention.gate = true;
+        spec.rope.dim = Some(8);
+        spec.layers = vec![FfnKind::Moe, FfnKind::Dense(72), FfnKind::Moe, FfnKind::Moe];
+        spec.mixers = vec![delta, delta, attention, delta];
+        spec.delta =
+            Some(DeltaSpec { n_key_heads: 3, n_value_heads: 6, key_dim: 32, value_dim: 16, conv_width: 4 });
+        spec.moe = MoeSpec { d_shared: 40, shared_gate: true, ..spec.moe };
         Self::new(spec, seed)
     }
 
@@ -297,7 +340,11 @@ impl TinyModel {
             BackboneTensor::Layer(_, P::QBias | P::KBias | P::VBias | P::OBias | P::RouterBias) => (0.0, 0.3),
             BackboneTensor::Layer(_, P::ExpertGateBias | P::ExpertUpBias | P::ExpertDownBias) => (0.0, 0.3),
             BackboneTensor::Layer(_, P::Sinks) => (0.0, 1.0),
+            BackboneTensor::Layer(_, P::IndexKNormBias) => (0.0, 0.3),
             BackboneTensor::Layer(_, P::Correction) => (0.0, 0.2),
+            BackboneTensor::Layer(_, P::DecayBias) => (0.0, 0.5),
+            // Heads that forget at once, and heads that remember for a hundred tokens.
+            BackboneTensor::Layer(_, P::DecayLog) => (-1.5, 1.5),
             _ if tensor.is_vector() => (1.0, 0.1),
             BackboneTensor::Embed if !self.spec.tied_head => (0.0, 1.0),
             // Logits with a deviation of four: the first leads the second by about one.

@@ -7,7 +7,7 @@ use safetensors::{Dtype, SafeTensors};
 use smoe_format::backbone::LayerPart;
 use smoe_format::entropy::decode_record;
 use smoe_format::half::{bf16_to_f32, f16_to_f32};
-use smoe_format::original::checkpoint_name;
+use smoe_format::original::{checkpoint_name, checkpoint_part};
 use smoe_format::{
     Backbone, BackboneTensor, Encoding, ExpertFile, ExpertKey, ModelSpec, Projection, file_name, record_crc,
 };
@@ -124,6 +124,8 @@ fn widen(values: Vec<f32>) -> Vec<f64> {
 pub struct CheckpointWeights {
     tensors: Tensors,
     config: serde_json::Value,
+    /// Names begin with this, instead of `model`.
+    prefix: &'static str,
 }
 
 impl CheckpointWeights {
@@ -133,11 +135,16 @@ impl CheckpointWeights {
     /// If a file cannot be read, or the index and the shards contradict each other.
     #[must_use]
     pub fn open(dir: &Path) -> Self {
-        let config =
+        let mut config: serde_json::Value =
             serde_json::from_slice(&read(&dir.join("config.json"))).unwrap_or_else(|e| panic!("config: {e}"));
+        let mut prefix = "model";
+        if config["text_config"].is_object() {
+            config = config["text_config"].take();
+            prefix = "model.language_model";
+        }
         let index_path = dir.join("model.safetensors.index.json");
         if !index_path.exists() {
-            return Self { tensors: Tensors::open(&[dir.join("model.safetensors")]), config };
+            return Self { tensors: Tensors::open(&[dir.join("model.safetensors")]), config, prefix };
         }
         let index: serde_json::Value =
             serde_json::from_slice(&read(&index_path)).unwrap_or_else(|e| panic!("index: {e}"));
@@ -152,7 +159,65 @@ impl CheckpointWeights {
             assert_eq!(Some(files[*at]), file.as_str(), "where the index says `{name}` is");
         }
         assert_eq!(tensors.index.len(), map.len(), "tensors in shards and index");
-        Self { tensors, config }
+        Self { tensors, config, prefix }
+    }
+
+    /// A tensor under its published name behind the prefix.
+    fn plain(&self, name: &str) -> Vec<f64> {
+        let name = match name.strip_prefix("model.") {
+            Some(rest) => format!("{}.{rest}", self.prefix),
+            None => name.to_owned(),
+        };
+        widen(self.tensors.values(&name))
+    }
+
+    /// Parts of layers of Qwen3-Next and Qwen3.5, whose norms are of 1 + weight, and which have several matrices in
+    /// one; `None` for those that are as everywhere.
+    fn hybrid(&self, layer: u32, part: LayerPart) -> Option<Vec<f64>> {
+        use LayerPart as P;
+        let named = |name: &str| self.plain(&format!("model.layers.{layer}.{name}"));
+        let is_linear = self.config["layer_types"][layer as usize] == "linear_attention";
+        let d = self.size("hidden_size");
+        // Of every `of` rows, `n` from `first` on.
+        let rows = |values: Vec<f64>, of: usize, first: usize, n: usize| -> Vec<f64> {
+            values.chunks(of * d).flat_map(|head| head[first * d..(first + n) * d].to_vec()).collect()
+        };
+        let [key_heads, value_heads, key_dim, value_dim] =
+            ["num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"]
+                .map(|key| self.size(&format!("linear_{key}")));
+        let per = value_heads / key_heads;
+        let (wide, of) = (per * value_dim, 2 * (key_dim + per * value_dim));
+        let keys = key_heads * key_dim;
+        let is_joined = self.family() == "qwen3_next";
+        let joined = |first, n| rows(named("linear_attn.in_proj_qkvz.weight"), of, first, n);
+        let scalars = |first| rows(named("linear_attn.in_proj_ba.weight"), 2 * per, first, per);
+        let apart = |first, n| {
+            let all = 2 * keys + value_heads * value_dim;
+            rows(named("linear_attn.in_proj_qkv.weight"), all, first, n)
+        };
+        let head = self.size("head_dim");
+        Some(match (part, is_linear, is_joined) {
+            (P::AttnNorm | P::FfnNorm | P::QNorm | P::KNorm, ..) => {
+                named(checkpoint_part(part)).into_iter().map(|w| f64::from(1.0 + w as f32)).collect()
+            }
+            (P::SharedGate | P::SharedUp | P::SharedDown, ..) => {
+                named(&checkpoint_part(part).replace("shared_experts", "shared_expert"))
+            }
+            (P::Q, false, _) => rows(named("self_attn.q_proj.weight"), 2 * head, 0, head),
+            (P::OGate, false, _) => rows(named("self_attn.q_proj.weight"), 2 * head, head, head),
+            (P::Q, true, true) => joined(0, key_dim),
+            (P::K, true, true) => joined(key_dim, key_dim),
+            (P::V, true, true) => joined(2 * key_dim, wide),
+            (P::OGate, true, true) => joined(2 * key_dim + wide, wide),
+            (P::Beta, true, true) => scalars(0),
+            (P::Decay, true, true) => scalars(per),
+            (P::Q, true, false) => apart(0, keys),
+            (P::K, true, false) => apart(keys, keys),
+            (P::V, true, false) => apart(2 * keys, value_heads * value_dim),
+            (P::OGate, true, false) => named("linear_attn.in_proj_z.weight"),
+            (P::O, true, _) => named("linear_attn.out_proj.weight"),
+            _ => return None,
+        })
     }
 
     fn family(&self) -> &str {
@@ -185,9 +250,19 @@ impl CheckpointWeights {
 impl Weights for CheckpointWeights {
     fn backbone(&self, tensor: BackboneTensor) -> Vec<f64> {
         use LayerPart as P;
+        let is_hybrid = self.family().starts_with("qwen3_next") || self.family().starts_with("qwen3_5");
         let BackboneTensor::Layer(layer, part) = tensor else {
-            return widen(self.tensors.values(&checkpoint_name(tensor)));
+            let values = self.plain(&checkpoint_name(tensor));
+            return match tensor {
+                BackboneTensor::FinalNorm if is_hybrid => {
+                    values.into_iter().map(|w| f64::from(1.0 + w as f32)).collect()
+                }
+                _ => values,
+            };
         };
+        if let Some(values) = is_hybrid.then(|| self.hybrid(layer, part)).flatten() {
+            return values;
+        }
         let named = |name: &str| format!("model.layers.{layer}.{name}");
         match (self.family(), part) {
             ("mixtral" | "minimax_m2", P::Router) => {
@@ -233,7 +308,7 @@ impl Weights for CheckpointWeights {
             (_, P::Q) if self.config["q_lora_rank"].is_number() => {
                 widen(self.tensors.values(&named("self_attn.q_b_proj.weight")))
             }
-            _ => widen(self.tensors.values(&checkpoint_name(tensor))),
+            _ => self.plain(&checkpoint_name(tensor)),
         }
     }
 
@@ -270,7 +345,7 @@ impl Weights for CheckpointWeights {
                     }
                 }
             }
-            _ => widen(self.tensors.values(&expert_name(key, projection))),
+            _ => self.plain(&expert_name(key, projection)),
         }
     }
 }

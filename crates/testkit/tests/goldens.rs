@@ -96,13 +96,33 @@ fn minimax_m2() {
     meets("minimax_m2", &fixtures::minimax_m2());
 }
 
+#[test]
+fn glm_moe_dsa() {
+    meets("glm_moe_dsa", &fixtures::glm_moe_dsa());
+}
+
+#[test]
+fn deepseek_v32() {
+    meets("deepseek_v32", &fixtures::deepseek_v32());
+}
+
+#[test]
+fn qwen3_next() {
+    meets("qwen3_next", &fixtures::qwen3_next());
+}
+
+#[test]
+fn qwen3_5_moe() {
+    meets("qwen3_5_moe", &fixtures::qwen3_5_moe());
+}
+
 /// The goldens tell right from nearly right: each slip moves the reference off them, and all but the epsilon
 /// (6e-4 on these weights) by more than the engine's tolerance.
 #[test]
 fn slips_of_the_spec_do_not_pass() {
     use smoe_format::spec::{Activation, GroupScore, GroupSpec, RopeScaling, RouterKind};
     type Slip = (&'static str, fn(&mut ModelSpec));
-    let slips: [(&str, ModelSpec, &[Slip]); 12] = [
+    let slips: [(&str, ModelSpec, &[Slip]); 15] = [
         (
             "qwen3_moe",
             fixtures::qwen3_moe(),
@@ -227,6 +247,37 @@ fn slips_of_the_spec_do_not_pass() {
                 ("top-k not normalised", |s| s.moe.norm_topk = false),
             ],
         ),
+        (
+            "glm_moe_dsa",
+            fixtures::glm_moe_dsa(),
+            &[
+                ("all positions seen", |s| s.attention.indexer = None),
+                ("one position fewer", |s| change_indexer(s, |i| i.top_k -= 1)),
+                ("halves rotated in the indexer", |s| change_indexer(s, |i| i.interleaved = false)),
+                ("halves rotated in attention", |s| s.rope.interleaved = false),
+                ("no scale", |s| s.moe.routed_scale = 1.0),
+            ],
+        ),
+        (
+            "deepseek_v32",
+            fixtures::deepseek_v32(),
+            &[
+                ("all positions seen", |s| s.attention.indexer = None),
+                ("neighbours rotated in the indexer", |s| change_indexer(s, |i| i.interleaved = true)),
+                ("scores not scaled", |s| s.attention.score_scale = 1.0),
+                ("no groups", |s| s.moe.groups = None),
+            ],
+        ),
+        (
+            "qwen3_next",
+            fixtures::qwen3_next(),
+            &[
+                ("no gate of attention", |s| s.attention.gate = false),
+                ("all of a head rotated", |s| s.rope.dim = None),
+                ("an open gate", |s| s.moe.shared_gate = false),
+                ("no QK-norm", |s| s.attention.qk_norm = false),
+            ],
+        ),
     ];
     for (family, right, slips) in slips {
         let Some(dir) = fixtures::fixture(family) else { continue };
@@ -245,4 +296,8 @@ fn slips_of_the_spec_do_not_pass() {
             assert!(!report.passes() || *what == "another epsilon", "{what}: {report}");
         }
     }
+}
+
+fn change_indexer(spec: &mut ModelSpec, change: fn(&mut smoe_format::spec::IndexerSpec)) {
+    change(spec.attention.indexer.as_mut().expect("an indexer"));
 }

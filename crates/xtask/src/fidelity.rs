@@ -191,7 +191,7 @@ pub fn run(args: &Args) -> Result<()> {
     }
     ready(args, report::MARKS)?;
     let start = Instant::now();
-    // Asked now: by the end others may have committed.
+    // Asked now: by the end HEAD may have moved.
     let commit = workspace::commit();
     let (checkpoint, is_demo) = match &args.checkpoint {
         Some(path) => (path.clone(), false),

@@ -77,11 +77,6 @@ impl Ceilings {
         })
     }
 
-    /// How fast memory streamed, bytes per second; NaN where it could not be measured.
-    pub fn memory(&self) -> f64 {
-        self.memory_rates.last().copied().unwrap_or(f64::NAN)
-    }
-
     /// Measures both once more, the disk at every depth: which is the best changes with a shared drive's load.
     fn again(&mut self, engine: &mut Engine) -> Result<Around, Failure> {
         let seed = self.disk_times * 7919;

@@ -11,7 +11,7 @@ use crate::backend::cpu::CpuBackend;
 #[cfg(feature = "gpu")]
 use crate::backend::gpu;
 #[cfg(feature = "gpu")]
-use crate::forecast::{Touched, forecast};
+use crate::forecast::{Touched, forecast, weights_rate};
 use crate::plan::{Plan, PlanRequest};
 use crate::vault::Vault;
 use crate::weights::Weights;
@@ -160,9 +160,9 @@ fn gains(
 ) -> Result<Option<String>, EngineError> {
     let (Some(rates), Some(tier)) = (backend.measure()?, backend.tier()) else { return Ok(None) };
     // The ring, which is not touched yet, has that room.
-    let memory = crate::ceiling::memory_rate(kernels, plan.threads, plan.ring_bytes());
+    let rate = weights_rate(vault, kernels, plan.threads, plan.ring_bytes());
     let touched = Touched::of(vault);
-    let forecast = forecast(&vault.spec, &touched, memory, Some((&tier.plan, rates)));
+    let forecast = forecast(&vault.spec, &touched, rate, Some((&tier.plan, rates)));
     Ok(forecast.device.filter(|device| device.tok_s <= forecast.cpu_tok_s).map(|device| {
         format!(
             "{} would decode {:.1} tokens per second with {:.0} % of the experts in its memory, the processor {:.1} \

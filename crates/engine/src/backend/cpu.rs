@@ -3,23 +3,28 @@
 //! Coded weights multiply int8 activations, float weights f32 ones; in exact mode f32 everywhere. Planes
 //! are claimed once for the longest step.
 
+mod delta;
+mod index;
+
 use smoe_format::expert_file::LayerTable;
 use smoe_format::spec::LatentSpec;
 use smoe_format::{Encoding, FfnKind, ModelSpec, Uniform};
 use smoe_kernels::{
     Activations, AttentionHeads, AttentionScratch, ExpertBias, ExpertCall, ExpertScratch, HeadInput,
-    HeadScratch, Input, Kernels, KvBlocks, KvPlane, Matrix, Pool, Product, RopeStyle, Sight, expert_ffn,
-    head_matmul, matmul, matmul_all,
+    HeadScratch, Input, Kernels, KvBlocks, KvPlane, KvType, Matrix, Pool, Product, RopeStyle, Sight,
+    expert_ffn, head_matmul, matmul, matmul_all,
 };
 use smoe_store::Lease;
 
 use crate::EngineError;
 use crate::backend::{Backend, ExpertObserver, ExpertSeen, HEAD_ROWS, Row, SharedObserver};
-use crate::kv::{self, BLOCK, KvCache};
+use crate::kv::{self, BLOCK, KvCache, PlaneGeometry};
 use crate::plan::Plan;
 use crate::rope::RopeTable;
 use crate::routes::Routes;
 use crate::weights::{Ffn, LayerFfn, Projections, Tensor, Weights};
+use delta::DeltaPlanes;
+use index::IndexPlanes;
 
 /// Experts of one kernel call; a fork-join serves them all. A layer's experts of a step of eight clients are one or two
 /// calls (EXP-ENGINE-05).
@@ -147,8 +152,12 @@ impl Context {
 
     /// Turns the first elements of each head of `x`, as wide as what is rotated of it.
     fn rotate(&self, x: &mut [f32], head_dim: usize, position: u32) {
-        let (cos, sin) = (self.rope.cos(position as usize), self.rope.sin(position as usize));
         let style = if self.spec.rope.interleaved { RopeStyle::Interleaved } else { RopeStyle::Half };
+        self.rotate_as(style, x, head_dim, position);
+    }
+
+    fn rotate_as(&self, style: RopeStyle, x: &mut [f32], head_dim: usize, position: u32) {
+        let (cos, sin) = (self.rope.cos(position as usize), self.rope.sin(position as usize));
         self.kernels.rope(x, head_dim, cos, sin, style);
     }
 
@@ -203,6 +212,10 @@ pub struct CpuBackend {
     /// `[B, n_kv_heads * head_dim]`; empty if keys are values.
     v: Vec<f32>,
     latent: Option<LatentPlanes>,
+    index: Option<IndexPlanes>,
+    /// `[B, n_heads * head_dim]`, what outputs of heads are multiplied with; empty if there is none.
+    gates: Vec<f32>,
+    net: Option<DeltaPlanes>,
     /// `[B, n_heads * value_dim]`, outputs of the heads.
     mixed: Plane,
     /// `[B, d_model]`, what a verb adds to the hidden states.
@@ -266,6 +279,12 @@ impl LatentPlanes {
     }
 }
 
+/// Outputs of the heads of attention, or of a gated delta net.
+fn outputs_width(spec: &ModelSpec) -> usize {
+    let a = &spec.attention;
+    (a.n_heads * a.value_dim()).max(spec.delta.map_or(0, |delta| delta.values()))
+}
+
 /// Group sizes of all coded weights: as many int8 forms may an input have.
 pub(crate) fn groups(resident: impl Iterator<Item = Encoding>, experts: &[LayerTable]) -> Vec<usize> {
     let routed = experts.iter().flat_map(|table| &table.tensors).map(|t| t.encoding);
@@ -291,6 +310,12 @@ fn bias_values(spec: &ModelSpec) -> usize {
     if moe.expert_bias { CALL_EXPERTS * (2 * moe.d_expert + spec.d_model) } else { 0 }
 }
 
+/// Bytes of the rows that attention gathers where positions are chosen; a latent has one plane.
+fn gathered_bytes(spec: &ModelSpec, kv: KvType, context: usize) -> usize {
+    let row_bytes = kv.row_bytes(spec.attention.key_dim());
+    spec.attention.indexer.filter(|i| context > i.top_k).map_or(0, |indexer| indexer.top_k * row_bytes)
+}
+
 impl CpuBackend {
     /// A backend for steps of at most `plan.chunk` tokens.
     #[must_use]
@@ -314,6 +339,7 @@ impl CpuBackend {
         let floats = exact || experts.iter().flat_map(|t| &t.tensors).any(|t| t.encoding.is_float());
         let plane = |tokens, cols| Plane::with_capacity(tokens, cols, &groups);
         let has_shared = spec.moe.d_shared > 0;
+        let seen = index::seen(&spec, plan.context);
         Self {
             tokens: 0,
             hidden: vec![0.0; t * d],
@@ -323,12 +349,16 @@ impl CpuBackend {
             k: vec![0.0; block * a.n_kv_heads * a.key_dim()],
             v: vec![0.0; if latent.is_some() { 0 } else { block * kv_heads }],
             latent: latent.map(|latent| LatentPlanes::new(&spec, latent, block, &groups)),
-            mixed: plane(block, a.n_heads * a.value_dim()),
+            index: a.indexer.map(|indexer| IndexPlanes::new(indexer, block, plan.context)),
+            gates: vec![0.0; if a.gate { block * heads } else { 0 }],
+            net: kv::state_shape(&spec).map(|shape| DeltaPlanes::new(shape, block, plan.snapshots)),
+            mixed: plane(block, outputs_width(&spec)),
             delta: vec![0.0; block * d],
             gate: vec![0.0; block * width],
             up: vec![0.0; block * width],
             inner: plane(block, width),
-            attention: AttentionScratch::new(plan.threads, a.key_dim(), a.mixed_dim(), plan.context),
+            attention: AttentionScratch::new(plan.threads, a.key_dim(), a.mixed_dim(), seen)
+                .with_rows(gathered_bytes(&spec, plan.kv, plan.context)),
             shared: vec![0.0; if has_shared { t * d } else { 0 }],
             shared_scale: vec![0.0; if spec.moe.shared_gate { t } else { 0 }],
             router: vec![0.0; t * spec.moe.n_experts],
@@ -359,6 +389,7 @@ impl CpuBackend {
     pub fn activation_bytes(
         spec: &ModelSpec,
         groups: usize,
+        kv: KvType,
         chunk: usize,
         context: usize,
         threads: usize,
@@ -367,7 +398,7 @@ impl CpuBackend {
         let (t, d, width) = (chunk as u64, spec.d_model as u64, dense_width(spec) as u64);
         let heads = (a.n_heads * a.head_dim) as u64;
         let remembered = (a.n_kv_heads * (a.key_dim() + a.head_dim)) as u64;
-        let outputs = (a.n_heads * a.value_dim()) as u64;
+        let outputs = outputs_width(spec) as u64;
         let pairs = (t * spec.moe.top_k as u64).min(CALL_PAIRS as u64);
         let d_expert = spec.moe.d_expert as u64;
         let block = t.min(BLOCK_TOKENS as u64);
@@ -381,7 +412,8 @@ impl CpuBackend {
             + bias_values(spec) as u64
             + t
             + HEAD_ROWS as u64 * spec.vocab_size as u64
-            + (threads * AttentionScratch::floats(a.key_dim(), a.mixed_dim(), context)) as u64;
+            + (threads * AttentionScratch::floats(a.key_dim(), a.mixed_dim(), index::seen(spec, context)))
+                as u64;
         let planes = plane(t * d)
             + plane(block * d)
             + plane(block * outputs)
@@ -396,12 +428,17 @@ impl CpuBackend {
             let scratch = heads * LatentPlanes::cols(spec, &latent) as u64 * 11 / 2;
             plane(block * latent.q_rank as u64) + products + scratch
         });
-        floats * 4 + planes + scratch + latent + Routes::bytes(&spec.moe, chunk)
+        let index = a.indexer.map_or(0, |indexer| IndexPlanes::bytes(&indexer, block as usize, context));
+        let gathered = (threads * gathered_bytes(spec, kv, context)) as u64;
+        let gates = if a.gate { 4 * block * heads } else { 0 };
+        let delta = kv::state_shape(spec).map_or(0, |shape| 4 * DeltaPlanes::floats(&shape, block as usize));
+        let attention = scratch + latent + index + gathered + gates + delta as u64;
+        floats * 4 + planes + attention + Routes::bytes(&spec.moe, chunk)
     }
 
     /// Queries, and what is remembered, of a block of tokens.
     fn project(&mut self, layer: usize, hidden: &[f32], rows: &[Row]) {
-        let Self { context, input, q, k, v, latent, .. } = self;
+        let Self { context, input, q, k, v, latent, index, gates, .. } = self;
         let (kernels, pool, eps) = (context.kernels, &context.pool, context.spec.rms_norm_eps);
         let a = &context.spec.attention;
         let (tokens, head_dim, key_dim) = (rows.len(), a.head_dim, a.key_dim());
@@ -409,16 +446,33 @@ impl CpuBackend {
         let weights = &context.weights.layers[layer];
         context.norm(hidden, &weights.attn_norm, input.fill(hidden.len()));
         match (&weights.projections, latent) {
-            (Projections::Latent { q_down, q: q_up, kv_down, kv_norm, k_up, .. }, Some(planes)) => {
+            (Projections::Latent { q_down, q: q_up, kv_down, kv_norm, k_up, indexer, .. }, Some(planes)) => {
                 let Some(LatentSpec { kv_rank, rope_dim, norm_eps, .. }) = a.latent else { return };
                 let norm = |row: &mut [f32], weight: &[f32]| {
                     kernels.rms_norm_in_place(row, weight, norm_eps);
                 };
                 if let Some((q_down, q_norm)) = q_down {
+                    let indexer = indexer.as_ref().zip(index.as_mut());
                     let low = planes.low.fill(tokens * q_down.rows);
-                    context.multiply_all([q_down, kv_down], input, tokens, [&mut *low, &mut *k]);
-                    pool.chunks_mut(low, q_down.rows, &|_, row| norm(row, q_norm));
-                    context.multiply(q_up, &mut planes.low, tokens, q);
+                    let norm_low =
+                        |low: &mut [f32]| pool.chunks_mut(low, q_down.rows, &|_, row| norm(row, q_norm));
+                    if let Some((indexer, index)) = indexer {
+                        let of_input = [q_down, kv_down, &indexer.k, &indexer.weights];
+                        let (keys, weights) = (&mut index.keys[..], &mut index.weights[..]);
+                        context.multiply_all(of_input, input, tokens, [&mut *low, &mut *k, keys, weights]);
+                        norm_low(low);
+                        if index.is_asked(rows) {
+                            let outs = [&mut *q, &mut index.queries[..]];
+                            context.multiply_all([q_up, &indexer.q], &mut planes.low, tokens, outs);
+                        } else {
+                            context.multiply(q_up, &mut planes.low, tokens, q);
+                        }
+                        index.turn(context, indexer, rows);
+                    } else {
+                        context.multiply_all([q_down, kv_down], input, tokens, [&mut *low, &mut *k]);
+                        norm_low(low);
+                        context.multiply(q_up, &mut planes.low, tokens, q);
+                    }
                 } else {
                     context.multiply_all([q_up, kv_down], input, tokens, [&mut *q, &mut *k]);
                 }
@@ -442,8 +496,11 @@ impl CpuBackend {
                 let scratch = &mut planes.scratch;
                 head_matmul(pool, kernels, &k_up, a.n_heads, input, scratch, queries, key_dim);
             }
-            (Projections::Heads { q: wq, k: wk, v: wv, bias, norm }, _) => {
+            (Projections::Heads { q: wq, k: wk, v: wv, bias, norm, gate }, _) => {
                 context.multiply_all([wq, wk, wv], input, tokens, [&mut *q, &mut *k, &mut *v]);
+                if let Some(gate) = gate {
+                    context.multiply(gate, input, tokens, gates);
+                }
                 let [q_bias, k_bias, v_bias] =
                     bias.as_ref().map_or([None; 3], |bias| bias.each_ref().map(|bias| Some(&bias[..])));
                 let [q_norm, k_norm] =
@@ -465,47 +522,60 @@ impl CpuBackend {
                 context.add_bias(&mut v[..tokens * kv_heads], v_bias);
             }
             (Projections::Latent { .. }, None) => unreachable!("a latent has its planes"),
+            (Projections::Delta(_), _) => unreachable!("a gated delta net has its own way"),
         }
     }
 
     /// Appends a block of tokens to the cache.
     fn remember(&self, layer: usize, rows: &[Row], kv: &mut KvCache) {
-        let Self { context, k, v, .. } = self;
+        let Self { context, k, v, index, .. } = self;
         let a = &context.spec.attention;
         let (key_dim, head_dim) = (a.key_dim(), a.head_dim);
         for (t, row) in rows.iter().enumerate() {
             for head in 0..a.n_kv_heads {
                 let at = t * a.n_kv_heads + head;
                 let key = &k[at * key_dim..(at + 1) * key_dim];
-                let value = v.get(at * head_dim..(at + 1) * head_dim).unwrap_or_default();
-                kv.append(context.kernels, layer, *row, head, key, value);
+                kv.append(context.kernels, layer, *row, (kv::Plane::Keys, head), key);
+                if let Some(value) = v.get(at * head_dim..(at + 1) * head_dim) {
+                    kv.append(context.kernels, layer, *row, (kv::Plane::Values, head), value);
+                }
             }
+        }
+        if let Some(index) = index {
+            index.remember(context, layer, rows, kv);
         }
     }
 
     /// Attention of a block of tokens, as far as the heads' outputs.
     fn mix(&mut self, layer: usize, rows: &[Row], kv: &KvCache) {
-        let Self { context, q, latent, mixed, attention, .. } = self;
+        let Self { context, q, latent, index, gates, mixed, attention, .. } = self;
         let (kernels, pool) = (context.kernels, &context.pool);
+        if let Some(index) = index {
+            index.choose(context, layer, rows, kv);
+        }
+        let index = index.as_ref();
         let a = &context.spec.attention;
         let tokens = rows.len();
         let weights = &context.weights.layers[layer];
         let window = context.spec.window(layer);
         let (bytes, geometry) = kv.memory();
+        let Some(keys) = geometry.plane(layer, kv::Plane::Keys) else { return };
+        let values = geometry.plane(layer, kv::Plane::Values).unwrap_or(keys);
         let sight = |t: usize, head: usize| {
-            let plane = |plane| KvPlane {
+            let plane = |plane: PlaneGeometry| KvPlane {
                 ty: kv.kv_type(),
                 bytes,
-                row_bytes: geometry.row_bytes,
+                row_bytes: plane.row_bytes,
                 block_stride: geometry.block_stride,
-                head_offset: geometry.head(layer, plane, head),
+                head_offset: plane.head(head),
             };
             let table = kv.blocks(rows[t].seq);
-            let (keys, values) = (plane(kv::Plane::Keys), plane(kv::Plane::Values));
+            let (keys, values) = (plane(keys), plane(values));
             let end = rows[t].position as usize + 1;
             Sight {
                 blocks: KvBlocks { keys, values, table, block_positions: BLOCK },
                 visible: window.map_or(0, |positions| end.saturating_sub(positions))..end,
+                chosen: index.and_then(|index| index.chosen(t, end)),
             }
         };
         let shape = AttentionHeads {
@@ -532,6 +602,14 @@ impl CpuBackend {
                 let q = &q[..tokens * a.n_heads * a.head_dim];
                 smoe_kernels::attend(pool, kernels, &shape, q, &sight, attention, out);
             }
+        }
+        if a.gate {
+            let width = a.n_heads * a.value_dim();
+            pool.chunks_mut(&mut gates[..tokens * width], width, &|_, row| kernels.sigmoid_in_place(row));
+            let gates = &*gates;
+            pool.chunks_mut(out, width, &|t, row| {
+                kernels.mul_in_place(row, &gates[t * width..(t + 1) * width]);
+            });
         }
     }
 
@@ -710,9 +788,13 @@ impl Backend for CpuBackend {
         let n = self.tokens * self.context.spec.d_model;
         let mut hidden = std::mem::take(&mut self.hidden);
         for (hidden, rows) in hidden[..n].chunks_mut(width).zip(rows.chunks(BLOCK_TOKENS)) {
-            self.project(layer, hidden, rows);
-            self.remember(layer, rows, kv);
-            self.mix(layer, rows, kv);
+            if self.context.spec.delta_of(layer).is_some() {
+                self.renew(layer, hidden, rows, kv);
+            } else {
+                self.project(layer, hidden, rows);
+                self.remember(layer, rows, kv);
+                self.mix(layer, rows, kv);
+            }
             let Self { context, mixed, delta, .. } = self;
             let weights = &context.weights.layers[layer];
             context.multiply(&weights.o, mixed, rows.len(), delta);

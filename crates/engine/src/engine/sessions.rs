@@ -162,6 +162,7 @@ impl Engine {
             }
             return Err(error);
         }
+        self.end_step();
         for session in &mut *sessions {
             session.tokens.append(&mut session.pending);
             // Rows whose logits are wanted, but the last, may be taken back.
@@ -170,7 +171,6 @@ impl Engine {
             }
             session.wanted = 0;
         }
-        self.end_step();
         Ok(())
     }
 

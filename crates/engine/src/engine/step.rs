@@ -95,11 +95,13 @@ impl Engine {
         self.rows.clear();
         self.row_tokens.clear();
         self.head_rows.clear();
+        self.kv.begin_step();
         let wanted: usize = sessions.iter().map(|session| session.wanted).sum();
         for session in sessions {
             self.check_owner(session);
             let (first, end) = (session.tokens.len(), session.tokens.len() + session.pending.len());
             self.kv.reserve(session.seq, first, end)?;
+            self.kv.expect(session.seq, first, end);
             if wanted <= HEAD_ROWS {
                 let row = self.rows.len() + session.pending.len();
                 self.head_rows.extend(row - session.wanted..row);
@@ -295,6 +297,7 @@ impl Engine {
     }
 
     pub(super) fn end_step(&mut self) {
+        self.kv.keep(&self.rows);
         let phases = self.clock.end_step();
         self.watch.end_step(&self.rows);
         let last = self.rows.iter().map(|row| row.position + 1).max();

@@ -23,12 +23,10 @@ pub enum LayerKv {
         positions: usize,
     },
     /// A state of fixed size (linear attention). It has no history: no prefix can be shared or rolled back
-    /// without a snapshot.
+    /// without a snapshot (`states.rs`).
     Recurrent {
         /// Bytes of the state.
         bytes: usize,
-        /// Snapshots kept at block edges.
-        snapshots: usize,
     },
 }
 
@@ -36,54 +34,84 @@ impl LayerKv {
     /// What each layer of a model keeps.
     #[must_use]
     pub fn of(spec: &ModelSpec, kv_type: KvType) -> Vec<Self> {
-        let a = &spec.attention;
-        let bytes_per_token = a.kv_planes() * a.n_kv_heads * kv_type.row_bytes(a.key_dim());
-        vec![Self::Paged { bytes_per_token }; spec.n_layers()]
+        let state = super::states::shape(spec).map_or(0, |shape| 4 * shape.state_len());
+        let of_layer = |layer| {
+            if spec.delta_of(layer).is_some() {
+                return Self::Recurrent { bytes: state };
+            }
+            let planes = planes_of(spec, kv_type, layer).into_iter().flatten();
+            Self::Paged { bytes_per_token: planes.map(|(heads, row_bytes)| heads * row_bytes).sum() }
+        };
+        (0..spec.n_layers()).map(of_layer).collect()
     }
 }
 
-/// One of the two things that a layer keeps.
+/// A thing that a layer keeps of each position.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Plane {
     /// Keys.
     Keys = 0,
-    /// Values.
+    /// Values; a latent has none of its own, they are the beginnings of its keys.
     Values = 1,
+    /// Keys of the indexer of sparse attention.
+    IndexKeys = 2,
 }
 
-impl Plane {
-    /// Keys, then values.
-    pub const BOTH: [Self; 2] = [Self::Keys, Self::Values];
+/// As many kinds of planes are there.
+const PLANES: usize = 3;
+
+/// Heads of each plane that a layer keeps in pages, and bytes of a position of a head.
+fn planes_of(spec: &ModelSpec, kv_type: KvType, layer: usize) -> [Option<(usize, usize)>; PLANES] {
+    if spec.delta_of(layer).is_some() {
+        return [None; PLANES];
+    }
+    let a = &spec.attention;
+    let heads = (a.n_kv_heads, kv_type.row_bytes(a.key_dim()));
+    let index = a.indexer.map(|indexer| (1, kv_type.row_bytes(indexer.head_dim)));
+    [Some(heads), (a.kv_planes() > 1).then_some(heads), index]
 }
 
-/// Where things lie in the memory of a cache.
-#[derive(Clone, Copy, Debug)]
+/// Where a plane of a layer lies within a block: [`BLOCK`] positions of its first head, then of the next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PlaneGeometry {
+    offset: usize,
+    heads: usize,
+    /// Bytes of a position of a head.
+    pub row_bytes: usize,
+}
+
+impl PlaneGeometry {
+    /// Where a head's rows begin within a block.
+    #[must_use]
+    pub const fn head(self, head: usize) -> usize {
+        self.offset + head * BLOCK * self.row_bytes
+    }
+}
+
+/// Where things lie in the memory of a cache. Layers may keep different things.
+#[derive(Clone, Debug)]
 pub struct Geometry {
     /// Bytes from block to block, a multiple of [`PAGE`].
     pub block_stride: usize,
-    /// Bytes from head to head within a plane of a block.
-    pub head_stride: usize,
-    /// Bytes of a position of a head.
-    pub row_bytes: usize,
-    pub(super) n_kv_heads: usize,
-    /// Keys and values, or one that is both.
-    pub(super) planes: usize,
+    layers: Vec<[Option<PlaneGeometry>; PLANES]>,
 }
 
 impl Geometry {
     pub(super) fn new(spec: &ModelSpec, kv_type: KvType) -> Self {
-        let a = &spec.attention;
-        let (planes, row_bytes) = (a.kv_planes(), kv_type.row_bytes(a.key_dim()));
-        let head_stride = BLOCK * row_bytes;
-        let block = spec.n_layers() * planes * a.n_kv_heads * head_stride;
-        let block_stride = block.next_multiple_of(PAGE);
-        Self { block_stride, head_stride, row_bytes, n_kv_heads: a.n_kv_heads, planes }
+        let mut offset = 0;
+        let mut place = |(heads, row_bytes)| {
+            let plane = PlaneGeometry { offset, heads, row_bytes };
+            offset = plane.head(heads);
+            plane
+        };
+        let mut of_layer = |layer| planes_of(spec, kv_type, layer).map(|plane| plane.map(&mut place));
+        let layers = (0..spec.n_layers()).map(&mut of_layer).collect();
+        Self { block_stride: offset.next_multiple_of(PAGE), layers }
     }
 
-    /// Where a head's rows begin within a block. A latent's values are the beginnings of its keys.
+    /// A plane of a layer, if it keeps it.
     #[must_use]
-    pub const fn head(&self, layer: usize, plane: Plane, head: usize) -> usize {
-        let plane = if self.planes == 1 { 0 } else { plane as usize };
-        ((layer * self.planes + plane) * self.n_kv_heads + head) * self.head_stride
+    pub fn plane(&self, layer: usize, plane: Plane) -> Option<PlaneGeometry> {
+        self.layers[layer][plane as usize]
     }
 }

@@ -8,9 +8,14 @@
 //! ```text
 //! memory = block 0 | block 1 | ...
 //! block  = layer 0: keys, values | layer 1: keys, values | ...       keys = KV head 0: position 0, 1, ... | head 1 | ...
+//!          (a latent: keys only; behind them the keys of an indexer)
 //! ```
 //!
 //! A block that is shared is never written: who goes on from the middle of one copies it first.
+//!
+//! Layers with linear attention keep a state per sequence instead (`states.rs`), which has no history: such a sequence
+//! goes back, and begins as another did, only as far as a snapshot was taken of it. [`KvCache::truncate`] and
+//! [`KvCache::adopt`] say how far that is, and the rest is computed again. There is no file for them.
 //!
 //! Nobody waits for the file for long. A block is written while others are computed; one that must give way before that
 //! is waited for within a bound, and then lost: it is computed again one day. A prefix that is in the file is
@@ -19,19 +24,22 @@
 mod geometry;
 mod prefix;
 mod spill;
+mod states;
 
 use std::time::{Duration, Instant};
 
 use smoe_format::ModelSpec;
-use smoe_kernels::{Kernels, KvType};
+use smoe_kernels::{DeltaMark, DeltaRun, Kernels, KvType};
 use smoe_store::{AlignedBuf, BlockFile, BlockFileError};
 
 use crate::EngineError;
 use crate::backend::Row;
-pub use geometry::{Geometry, LayerKv, Plane};
+pub use geometry::{Geometry, LayerKv, Plane, PlaneGeometry};
 use prefix::{Key, Node, Tokens, Tree};
 pub use spill::{Opened, SpillConfig};
 use spill::{QUEUE, Spill};
+use states::States;
+pub(crate) use states::{bytes as state_bytes, shape as state_shape};
 
 /// Positions of a block.
 pub const BLOCK: usize = 32;
@@ -101,6 +109,8 @@ pub struct KvCache {
     /// What blocks hold that others may find: they are not written any more.
     tree: Tree,
     spill: Option<Spill>,
+    /// Of layers that keep no positions.
+    states: Option<States>,
     /// What this step may still wait for the file.
     patience: Duration,
     /// Of files that are not used any more.
@@ -118,18 +128,19 @@ pub struct KvCache {
 
 impl KvCache {
     /// A cache of `positions` positions for at most `sequences` sequences. Its address space is claimed now, pages
-    /// as they are first written.
+    /// as they are first written. Of states that layers keep instead there are no snapshots before
+    /// [`Self::with_snapshots`].
     ///
     /// # Errors
-    /// If a layer keeps something else than pages, which no family does yet, or there is no memory.
+    /// If a layer keeps something that no cache does yet, or there is no memory.
     pub fn new(
         spec: &ModelSpec,
         kv_type: KvType,
         positions: usize,
         sequences: usize,
     ) -> Result<Self, EngineError> {
-        let paged = |layer| matches!(layer, LayerKv::Paged { .. });
-        if let Some(kind) = LayerKv::of(spec, kv_type).into_iter().find(|&layer| !paged(layer)) {
+        let is_kept = |layer| matches!(layer, LayerKv::Paged { .. } | LayerKv::Recurrent { .. });
+        if let Some(kind) = LayerKv::of(spec, kv_type).into_iter().find(|&layer| !is_kept(layer)) {
             return Err(EngineError::Unsupported { what: format!("a layer that keeps {kind:?}") });
         }
         let geometry = Geometry::new(spec, kv_type);
@@ -149,6 +160,7 @@ impl KvCache {
                 .collect(),
             tree: Tree::new(n),
             spill: None,
+            states: States::new(spec, sequences, 0, n),
             patience: WAIT,
             file_failures: 0,
             lost: 0,
@@ -159,7 +171,14 @@ impl KvCache {
         })
     }
 
-    /// Bytes of a cache of `positions` positions.
+    /// With room for so many snapshots of states, if layers keep any.
+    #[must_use]
+    pub fn with_snapshots(mut self, spec: &ModelSpec, snapshots: usize) -> Self {
+        self.states = States::new(spec, self.sequences.len(), snapshots, self.blocks.len());
+        self
+    }
+
+    /// Bytes of a cache of `positions` positions, without states.
     #[must_use]
     pub fn bytes(spec: &ModelSpec, kv_type: KvType, positions: usize) -> u64 {
         (positions.div_ceil(BLOCK) * Geometry::new(spec, kv_type).block_stride) as u64
@@ -173,6 +192,10 @@ impl KvCache {
     pub fn spill_to(&mut self, config: &SpillConfig, model: [u8; 32]) -> Result<Opened, EngineError> {
         if self.is_on_device() {
             let what = "a file of the KV cache while the cache is on a GPU".to_owned();
+            return Err(EngineError::Unsupported { what });
+        }
+        if self.states.is_some() {
+            let what = "a file of the KV cache of a model with linear attention".to_owned();
             return Err(EngineError::Unsupported { what });
         }
         let settings = self.file_settings(config.max_bytes, model);
@@ -241,6 +264,9 @@ impl KvCache {
         // What only this sequence holds is its own again, and nobody else's to find.
         if let Some(id) = begun.filter(|&id| self.blocks[id as usize].holders == 1) {
             self.tree.remove(id);
+            if let Some(states) = &mut self.states {
+                states.write(id, from % BLOCK);
+            }
         }
         let shared = begun.is_some_and(|id| self.blocks[id as usize].holders > 1);
         if missing == 0 && !shared {
@@ -264,8 +290,18 @@ impl KvCache {
     }
 
     /// Rolls a sequence back to `len` positions, or to the last one before that it can go back to, and says
-    /// which; blocks beyond are given back. Pages can go back to any.
+    /// which; blocks beyond are given back. Pages can go back to any, states to snapshots only.
     pub fn truncate(&mut self, seq: SeqId, len: usize) -> usize {
+        let len = match &mut self.states {
+            Some(states) => states.go_back(seq, &self.sequences[seq.0 as usize].blocks, len),
+            None => len,
+        };
+        self.give_back(seq, len);
+        len
+    }
+
+    /// Gives back what a sequence holds beyond `len` positions.
+    fn give_back(&mut self, seq: SeqId, len: usize) {
         let keep = len.div_ceil(BLOCK);
         // The last first: what comes later in a sequence is the older, and gives way first.
         while self.sequences[seq.0 as usize].blocks.len() > keep
@@ -274,7 +310,6 @@ impl KvCache {
             self.release(block);
         }
         self.sequences[seq.0 as usize].keys.truncate(len / BLOCK);
-        len
     }
 
     /// Blocks that a new sequence could get: free ones, and those that only wait to be found again.
@@ -301,6 +336,9 @@ impl KvCache {
     pub fn adopt_some(&mut self, seq: SeqId, tokens: &[u32], most: usize) -> Adopted {
         let sequence = &self.sequences[seq.0 as usize];
         assert_eq!(sequence.blocks.len(), sequence.keys.len(), "only what was adopted is gone on from");
+        if self.states.is_some() {
+            return Adopted { held: self.adopt_state(seq, tokens), is_done: true };
+        }
         let mut left = most;
         loop {
             self.take_known(seq, tokens);
@@ -319,6 +357,45 @@ impl KvCache {
         }
         let (n, parent) = self.end(seq);
         Adopted { held: n * BLOCK + self.adopt_part(seq, parent, &tokens[n * BLOCK..]), is_done: true }
+    }
+
+    /// As [`Self::adopt`] where layers keep states: to the longest beginning that has a snapshot.
+    fn adopt_state(&mut self, seq: SeqId, tokens: &[u32]) -> usize {
+        self.take_known(seq, tokens);
+        let (n, parent) = self.end(seq);
+        let rest = &tokens[n * BLOCK..];
+        let Some(states) = &self.states else { return 0 };
+        // The beginning of a block that goes on otherwise, or is not complete.
+        let begun = self.tree.children(parent).filter_map(|(id, node)| {
+            let fill = states.fill(id)?;
+            (rest.get(..fill)? == node.tokens.get(..fill)?).then_some((id, fill))
+        });
+        if let Some((id, _)) = begun.max_by_key(|(_, fill)| *fill) {
+            self.hold(id);
+            self.sequences[seq.0 as usize].blocks.push(id);
+        }
+        let Some(states) = &mut self.states else { return 0 };
+        let held = states.go_to(seq, &self.sequences[seq.0 as usize].blocks, tokens.len());
+        self.give_back(seq, held);
+        let last = held / BLOCK;
+        let Some(&begun) = self.sequences[seq.0 as usize].blocks.get(last) else { return held };
+        // Gone on from within: others find the block as it is.
+        let Ok(copy) = self.allocate() else {
+            self.close_state(seq);
+            return 0;
+        };
+        self.copy(begun, copy);
+        self.sequences[seq.0 as usize].blocks[last] = copy;
+        self.release(begun);
+        held
+    }
+
+    /// A sequence becomes empty.
+    fn close_state(&mut self, seq: SeqId) {
+        if let Some(states) = &mut self.states {
+            states.go_to(seq, &[], 0);
+        }
+        self.give_back(seq, 0);
     }
 
     /// How many blocks of a sequence can be found by others, and the key of the last of them.
@@ -434,6 +511,9 @@ impl KvCache {
                 Some(other) if other != id => {
                     self.hold(other);
                     self.sequences[seq.0 as usize].blocks[i] = other;
+                    if let Some(states) = &mut self.states {
+                        states.replace(id, other);
+                    }
                     self.release(id);
                 }
                 Some(_) => {}
@@ -447,6 +527,9 @@ impl KvCache {
     /// As [`Self::commit`], and the block at the end, which is not complete: for a sequence that ends.
     pub fn commit_all(&mut self, seq: SeqId, tokens: &[u32]) {
         self.commit(seq, tokens);
+        if let Some(states) = self.states.as_mut().filter(|states| states.at(seq) == tokens.len()) {
+            states.snapshot(seq, &self.sequences[seq.0 as usize].blocks, false);
+        }
         let tail = &tokens[tokens.len() / BLOCK * BLOCK..];
         let Some(&id) = self.sequences[seq.0 as usize].blocks.get(tokens.len() / BLOCK) else { return };
         let (_, parent) = self.end(seq);
@@ -461,7 +544,7 @@ impl KvCache {
         });
         if let Some((shorter, _)) = shorter {
             self.tree.remove(shorter);
-            self.free.push(shorter);
+            self.set_free(shorter);
         }
         let key = parent.child(tail);
         self.insert(id, Node { key, parent, tokens: Tokens::new(tail), saved: false });
@@ -481,6 +564,42 @@ impl KvCache {
             }
         }
         self.spill.as_ref().is_some_and(|spill| spill.unsaved().len() > 0)
+    }
+
+    /// A step is about to compute positions `from` to `to` of a sequence, whose blocks are reserved.
+    pub fn expect(&mut self, seq: SeqId, from: usize, to: usize) {
+        if let Some(states) = &mut self.states {
+            states.expect(seq, from, to, &self.sequences[seq.0 as usize].blocks);
+        }
+    }
+
+    /// A new step begins: nothing is expected.
+    pub fn begin_step(&mut self) {
+        if let Some(states) = &mut self.states {
+            states.begin_step();
+        }
+    }
+
+    /// The step that computed these rows is done: their states are those of their sequences now.
+    pub fn keep(&mut self, rows: &[Row]) {
+        let Some(states) = &mut self.states else { return };
+        for own in rows.chunk_by(|a, b| a.seq == b.seq) {
+            if let Some(last) = own.last() {
+                let blocks = &self.sequences[last.seq.0 as usize].blocks;
+                states.keep(last.seq, last.position as usize + 1, blocks);
+            }
+        }
+    }
+
+    /// The memory of states, and where in it those of a layer that keeps one are for rows of the running step.
+    pub fn states_of(
+        &mut self,
+        layer: usize,
+        rows: &[Row],
+        runs: &mut Vec<DeltaRun>,
+        marks: &mut Vec<DeltaMark>,
+    ) -> Option<&mut [f32]> {
+        self.states.as_mut().map(|states| states.runs(layer, rows, runs, marks))
     }
 
     /// A new step may wait for the file anew.
@@ -591,7 +710,14 @@ impl KvCache {
         self.now += 1;
         block.used = self.now;
         if block.holders == 0 && self.tree.node(id).is_none() {
-            self.free.push(id);
+            self.set_free(id);
+        }
+    }
+
+    fn set_free(&mut self, id: u32) {
+        self.free.push(id);
+        if let Some(states) = &mut self.states {
+            states.forget(id);
         }
     }
 
@@ -606,6 +732,9 @@ impl KvCache {
                 };
                 let id = self.make_way(id);
                 self.tree.remove(id);
+                if let Some(states) = &mut self.states {
+                    states.forget(id);
+                }
                 id
             }
         };
@@ -673,7 +802,7 @@ impl KvCache {
             // Nobody holds it: it was only there to be found.
             if self.tree.node(id).is_some() {
                 self.tree.remove(id);
-                self.free.push(id);
+                self.set_free(id);
             }
         }
     }
@@ -697,27 +826,24 @@ impl KvCache {
 
     /// Everything, and where things lie in it.
     #[must_use]
-    pub fn memory(&self) -> (&[u8], Geometry) {
-        (&self.memory, self.geometry)
+    pub fn memory(&self) -> (&[u8], &Geometry) {
+        (&self.memory, &self.geometry)
     }
 
-    /// Stores key and value of one position and KV head, whose block is reserved; of a latent the key is all.
+    /// Stores a head's row of one position, whose block is reserved; of a plane that the layer does not keep, nothing.
     pub fn append(
         &mut self,
         kernels: Kernels,
         layer: usize,
         row: Row,
-        head: usize,
-        key: &[f32],
-        value: &[f32],
+        (plane, head): (Plane, usize),
+        x: &[f32],
     ) {
-        let Geometry { block_stride, row_bytes, .. } = self.geometry;
+        let Some(plane) = self.geometry.plane(layer, plane) else { return };
         let block = self.blocks(row.seq)[row.position as usize / BLOCK] as usize;
-        let within = row.position as usize % BLOCK * row_bytes;
-        for (plane, x) in Plane::BOTH.into_iter().zip([key, value]).take(self.geometry.planes) {
-            let at = block * block_stride + self.geometry.head(layer, plane, head) + within;
-            kernels.store_kv_row(self.kv_type, x, &mut self.memory[at..at + row_bytes]);
-        }
+        let within = plane.head(head) + row.position as usize % BLOCK * plane.row_bytes;
+        let at = block * self.geometry.block_stride + within;
+        kernels.store_kv_row(self.kv_type, x, &mut self.memory[at..at + plane.row_bytes]);
     }
 }
 

@@ -358,3 +358,161 @@ fn the_list_of_what_is_unsaved_stays_short() {
     assert!(kv.spill.as_ref().unwrap().unsaved().len() <= 11);
     drive.set(Mood::Works);
 }
+
+/// What a state is after these tokens, for tests that play the backend.
+fn state_after(tokens: &[u32]) -> [f32; 2] {
+    let bytes = mark(tokens);
+    [0, 4].map(|at| f32::from_bits(u32::from_le_bytes(bytes[at..at + 4].try_into().unwrap())))
+}
+
+/// Has every layer with states compute positions `from` on, in two calls if `cut` says where.
+fn renew(kv: &mut KvCache, spec: &ModelSpec, seq: SeqId, tokens: &[u32], from: usize, cut: usize) {
+    let rows: Vec<Row> = (from..tokens.len()).map(|p| Row { seq, position: p as u32 }).collect();
+    let cut = cut.min(rows.len());
+    for layer in spec.delta_layers() {
+        for (first, rows) in [(from, &rows[..cut]), (from + cut, &rows[cut..])] {
+            if rows.is_empty() {
+                continue;
+            }
+            let (mut runs, mut marks) = (Vec::new(), Vec::new());
+            let memory = kv.states_of(layer, rows, &mut runs, &mut marks).unwrap();
+            assert_eq!(runs.len(), 1);
+            let DeltaRun { rows, from: before, to } = runs.remove(0);
+            assert_eq!((rows.len(), before.is_none()), (rows.end, first == 0));
+            if let Some(before) = before {
+                let bits = |x: &[f32]| [x[0].to_bits(), x[1].to_bits()];
+                assert_eq!(bits(&memory[before..]), bits(&state_after(&tokens[..first])), "layer {layer}");
+            }
+            memory[to..to + 2].copy_from_slice(&state_after(&tokens[..first + rows.end]));
+            for DeltaMark { row, to } in marks {
+                memory[to..to + 2].copy_from_slice(&state_after(&tokens[..first + row + 1]));
+            }
+        }
+    }
+}
+
+/// As [`agrees_with_the_model`] where layers keep states: steps that fail change nothing, and whatever a sequence goes
+/// back to or begins with has the state of its tokens, or none.
+fn states_agree_with_the_model(seed: u64, blocks: usize, snapshots: usize) {
+    let spec = smoe_testkit::TinyModel::qwen3_next(1).spec;
+    let mut random = Random(seed);
+    let kv = KvCache::new(&spec, KvType::F16, blocks * BLOCK, 4).unwrap();
+    let mut kv = kv.with_snapshots(&spec, snapshots);
+    let mut open: HashMap<usize, (SeqId, Vec<u32>)> = HashMap::new();
+    let mut spoken: Vec<Vec<u32>> = vec![Vec::new()];
+    let (mut adopted, mut gone_back) = (0, 0);
+    for _ in 0..1500 {
+        let who = random.below(4);
+        match (open.remove(&who), random.below(10)) {
+            (None, _) => {
+                let mut tokens = spoken[random.below(spoken.len())].clone();
+                tokens.truncate(random.below(tokens.len() + 1));
+                tokens.extend((0..random.below(40)).map(|_| random.below(2) as u32));
+                let seq = kv.open().unwrap();
+                let held = kv.adopt(seq, &tokens);
+                adopted += held;
+                tokens.truncate(held);
+                open.insert(who, (seq, tokens));
+            }
+            (Some((seq, mut tokens)), 0..7) => {
+                let (from, n) = (tokens.len(), if random.below(3) == 0 { 1 } else { 1 + random.below(90) });
+                let fails = random.below(5) == 0;
+                kv.begin_step();
+                if kv.reserve(seq, from, from + n).is_ok() {
+                    kv.expect(seq, from, from + n);
+                    tokens.extend((0..n).map(|_| random.below(2) as u32));
+                    renew(&mut kv, &spec, seq, &tokens, from, random.below(n + 1));
+                    for position in from..from + n {
+                        let at = kv.place(seq, position);
+                        kv.memory[at..at + 8].copy_from_slice(&mark(&tokens[..=position]));
+                    }
+                    if fails {
+                        tokens.truncate(from);
+                    } else {
+                        let row = |position| Row { seq, position: position as u32 };
+                        kv.keep(&(from..from + n).map(row).collect::<Vec<_>>());
+                        kv.commit(seq, &tokens);
+                    }
+                }
+                assert_eq!(kv.truncate(seq, tokens.len()), tokens.len());
+                open.insert(who, (seq, tokens));
+            }
+            (Some((seq, mut tokens)), 7) => {
+                let len = random.below(tokens.len() + 1);
+                let held = kv.truncate(seq, len);
+                assert!(held <= len);
+                gone_back += if len < tokens.len() { held } else { 0 };
+                tokens.truncate(held);
+                open.insert(who, (seq, tokens));
+            }
+            (Some((seq, tokens)), which) => {
+                if which == 8 {
+                    kv.commit_all(seq, &tokens);
+                }
+                kv.close(seq);
+                spoken.push(tokens);
+            }
+        }
+        for (seq, tokens) in open.values() {
+            let states = kv.states.as_ref().unwrap();
+            assert_eq!(states.at(*seq), tokens.len());
+            if !tokens.is_empty() {
+                let [a, b] = state_after(tokens).map(f32::to_bits);
+                assert_eq!(states.state(*seq)[..2].iter().map(|x| x.to_bits()).collect::<Vec<_>>(), [a, b]);
+            }
+            for position in 0..tokens.len() {
+                let at = kv.place(*seq, position);
+                assert_eq!(kv.memory[at..at + 8], mark(&tokens[..=position]), "{position}");
+            }
+        }
+    }
+    // With little room hardly anything is still there.
+    if blocks >= 60 && snapshots >= 16 {
+        assert!(adopted > 0 && gone_back > 0, "seed {seed}: {adopted} adopted, {gone_back} gone back to");
+    }
+    assert!(
+        snapshots > 0 || adopted + gone_back == 0,
+        "seed {seed}: {adopted} and {gone_back} of no snapshot"
+    );
+}
+
+#[test]
+fn states_go_where_their_tokens_go() {
+    for (seed, blocks, snapshots) in
+        [(1, 60, 16), (2, 60, 3), (3, 14, 16), (4, 14, 1), (5, 30, 0), (6, 90, 20)]
+    {
+        states_agree_with_the_model(seed, blocks, snapshots);
+    }
+}
+
+#[test]
+fn a_prompt_can_be_answered_again_from_its_last_edge() {
+    let spec = smoe_testkit::TinyModel::qwen3_next(1).spec;
+    let mut kv = KvCache::new(&spec, KvType::F16, 2000, 2).unwrap().with_snapshots(&spec, 4);
+    let tokens: Vec<u32> = (0..1100).map(|i| i % 7).collect();
+    let seq = kv.open().unwrap();
+    let step = |kv: &mut KvCache, from: usize, to: usize| {
+        kv.begin_step();
+        kv.reserve(seq, from, to).unwrap();
+        kv.expect(seq, from, to);
+        renew(kv, &spec, seq, &tokens[..to], from, 40);
+        let row = |position| Row { seq, position: position as u32 };
+        kv.keep(&(from..to).map(row).collect::<Vec<_>>());
+        kv.commit(seq, &tokens[..to]);
+    };
+    // The first step's last edge, 576, gives way to the second one's; what lies at 512 and 1024 does not.
+    step(&mut kv, 0, 600);
+    step(&mut kv, 600, 1085);
+    step(&mut kv, 1085, 1090);
+    (1090..1100).for_each(|at| step(&mut kv, at, at + 1));
+    // Another conversation with the same beginning, and one that begins as the prompt does.
+    for (len, held) in [(1090, 1088), (1087, 1024), (700, 512), (500, 0)] {
+        let other = kv.open().unwrap();
+        assert_eq!(kv.adopt(other, &tokens[..len]), held);
+        kv.close(other);
+    }
+    assert_eq!(kv.truncate(seq, 1089), 1088);
+    assert_eq!(kv.truncate(seq, 1088), 1088);
+    assert_eq!(kv.truncate(seq, 1000), 512);
+    assert_eq!(kv.truncate(seq, 0), 0);
+}

@@ -9,7 +9,7 @@
 // The sum of squares goes by lane, then by team, then by subgroup: its order depends on the width of the row, of
 // its groups and of the device's subgroups alone, not on THREADS.
 
-struct Params { eps: f32, zero: f32, nothing: u32 }
+struct Params { eps: f32, zero: f32, residual: f32, nothing: u32 }
 var<immediate> p: Params;
 
 // By group.
@@ -41,7 +41,7 @@ fn main(
             if (4u * chunk < D) {
                 v = load_hidden(token, chunk);
                 if (CHANGED) {
-                    v += delta(token, chunk);
+                    v = fma4(delta(token, chunk), vec4(p.residual), v);
                 }
                 if (AHEAD > 1u) {
                     weights_ahead[round * WORDS + i] = load_weight(0u, chunk);

@@ -4,7 +4,7 @@
 // LOW, HIGH (widths of their planes), MOST (the largest code), AFFINE, TILE and HIGH_AT and SCALES_AT (words
 // of a tile, and where parts of it begin); the buffers table (u32), ids (u32) and out (f32).
 
-struct Params { nan: u32, nothing: u32 }
+struct Params { nan: u32, scale: f32, nothing: u32 }
 var<immediate> p: Params;
 
 /// One value of a row-major table.
@@ -72,6 +72,6 @@ fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) l
         }
     }
     for (var i = 0u; i < count; i++) {
-        out[wg.y * COLS + 4u * chunk + i] = values[i];
+        out[wg.y * COLS + 4u * chunk + i] = values[i] * p.scale;
     }
 }

@@ -3,10 +3,11 @@
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, TryLockError};
 
-use super::KvBlocks;
 use super::tile::{scratch_len, tile_tokens};
+use super::{KvBlocks, KvPlane};
 use crate::matmul::FORK;
 use crate::output::Shared;
+use crate::simd::LANES;
 use crate::{Kernels, Pool};
 
 /// The heads of a layer's attention.
@@ -33,12 +34,16 @@ pub struct Sight<'a> {
     pub blocks: KvBlocks<'a>,
     /// The positions that it sees.
     pub visible: Range<usize>,
+    /// If it sees some of them only: which, ascending.
+    pub chosen: Option<&'a [u32]>,
 }
 
 impl Sight<'_> {
     /// True if `next` is what the next token of the same session sees.
     fn precedes(&self, next: &Self) -> bool {
-        std::ptr::eq(self.blocks.table, next.blocks.table)
+        self.chosen.is_none()
+            && next.chosen.is_none()
+            && std::ptr::eq(self.blocks.table, next.blocks.table)
             && self.visible.start == next.visible.start
             && self.visible.end + 1 == next.visible.end
     }
@@ -47,7 +52,14 @@ impl Sight<'_> {
 /// Working memory of [`attend`]: a buffer per thread.
 #[derive(Debug)]
 pub struct AttentionScratch {
-    buffers: Vec<Mutex<Vec<f32>>>,
+    buffers: Vec<Mutex<Buffer>>,
+}
+
+#[derive(Debug, Default)]
+struct Buffer {
+    floats: Vec<f32>,
+    /// Rows of chosen positions.
+    rows: Vec<u8>,
 }
 
 impl AttentionScratch {
@@ -55,7 +67,18 @@ impl AttentionScratch {
     #[must_use]
     pub fn new(threads: usize, head_dim: usize, value_dim: usize, context: usize) -> Self {
         let len = Self::floats(head_dim, value_dim, context);
-        Self { buffers: (0..threads.max(1)).map(|_| Mutex::new(vec![0.0; len])).collect() }
+        let buffer = || Mutex::new(Buffer { floats: vec![0.0; len], rows: Vec::new() });
+        Self { buffers: (0..threads.max(1)).map(|_| buffer()).collect() }
+    }
+
+    /// With room in each buffer for `bytes` of rows of chosen positions: keys, and values that are not the beginnings
+    /// of the keys.
+    #[must_use]
+    pub fn with_rows(mut self, bytes: usize) -> Self {
+        for buffer in &mut self.buffers {
+            buffer.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner).rows = vec![0; bytes];
+        }
+        self
     }
 
     /// Floats that a thread needs where tokens see up to `context` positions: scores of 32 queries up to 8192
@@ -66,7 +89,7 @@ impl AttentionScratch {
     }
 
     /// A buffer that no other thread uses.
-    fn free(&self) -> MutexGuard<'_, Vec<f32>> {
+    fn free(&self) -> MutexGuard<'_, Buffer> {
         let free = self.buffers.iter().find_map(|buffer| match buffer.try_lock() {
             Ok(guard) => Some(guard),
             // Nothing is kept there from one use to the next.
@@ -78,13 +101,44 @@ impl AttentionScratch {
     }
 }
 
+/// Copies the rows of `chosen` positions together, into a cache of one block that has nothing else.
+fn gather<'a>(blocks: KvBlocks<'_>, chosen: &[u32], rows: &'a mut [u8]) -> KvBlocks<'a> {
+    let (keys, values) = (blocks.keys, blocks.values);
+    let is_one = std::ptr::eq(keys.bytes, values.bytes)
+        && (keys.head_offset, keys.row_bytes) == (values.head_offset, values.row_bytes);
+    let mut copy = |from: KvPlane<'_>, first: usize| {
+        let to = rows[first..first + chosen.len() * from.row_bytes].chunks_exact_mut(from.row_bytes);
+        for (to, &position) in to.zip(chosen) {
+            let (block, at) =
+                (position as usize / blocks.block_positions, position as usize % blocks.block_positions);
+            to.copy_from_slice(from.run(blocks.table[block], at..at + 1).bytes);
+        }
+    };
+    copy(keys, 0);
+    let first_value = if is_one { 0 } else { chosen.len() * keys.row_bytes };
+    if !is_one {
+        copy(values, first_value);
+    }
+    let rows = &*rows;
+    let plane = |from: KvPlane<'_>, head_offset| {
+        let KvPlane { ty, row_bytes, .. } = from;
+        KvPlane { ty, bytes: rows, row_bytes, block_stride: 0, head_offset }
+    };
+    KvBlocks {
+        keys: plane(keys, 0),
+        values: plane(values, first_value),
+        table: &[0],
+        block_positions: chosen.len(),
+    }
+}
+
 /// Attention of all tokens of a step.
 ///
 /// `queries` is `[T, n_kv_heads * per_kv * head_dim]`, `out` is `[T, n_kv_heads * per_kv * value_dim]` and is
 /// overwritten. `sight(t, h)` says what token t sees of kv head h; the planes of `h` must be those of one
 /// cache for all tokens. Tokens whose sights continue one another, as a prompt's do, share the reading of
 /// keys and values. Each gets the bits of [`Kernels::attention`], whatever its neighbours and the number of
-/// threads. Allocates nothing.
+/// threads; one that sees chosen positions, those over a cache of these alone. Allocates nothing.
 ///
 /// # Panics
 /// If a shape does not match, a token sees nothing or more than the scratch was made for, or a row lies
@@ -106,10 +160,16 @@ pub fn attend<'a>(
     assert!(sinks.is_none_or(|sinks| sinks.len() == n_kv_heads * per_kv), "one sink per query head");
     let at_once = tile_tokens(per_kv);
     let tiles = tokens.div_ceil(at_once);
+    // Few tokens of many heads that share one (a latent's) are cut between heads too: as many as a token by itself
+    // takes at once.
+    let piece = if n_kv_heads * tiles < pool.threads() { LANES.min(per_kv) } else { per_kv };
+    let pieces = per_kv.div_ceil(piece);
     let (out, scratch) = (Shared::new(out), &*scratch);
     // One head after the other: its rows stay in a thread's cache from tile to tile.
     let work = |task: usize| {
-        let (head, tile) = (task / tiles, task % tiles);
+        let (head, tile, first_query) = (task / pieces / tiles, task / pieces % tiles, task % pieces * piece);
+        let n_q = piece.min(per_kv - first_query);
+        let first_query = head * per_kv + first_query;
         let end = tokens.min((tile + 1) * at_once);
         let mut buffer = scratch.free();
         let mut first = tile * at_once;
@@ -124,19 +184,24 @@ pub fn attend<'a>(
                 }
                 (last, next) = (after, next + 1);
             }
-            let columns = head * per_kv * value_dim..(head + 1) * per_kv * value_dim;
+            let columns = first_query * value_dim..(first_query + n_q) * value_dim;
             // SAFETY: each task has its own tokens' own columns.
             let mut out = unsafe { out.shard(first * width, next - first, width, columns) };
+            let Buffer { floats, rows } = &mut *buffer;
+            let (blocks, visible) = match seen.chosen {
+                Some(chosen) => (gather(seen.blocks, chosen, rows), 0..chosen.len()),
+                None => (seen.blocks, seen.visible),
+            };
             kernels.attention_block(
-                &queries[first * query_width + head * per_kv * head_dim..],
+                &queries[first * query_width + first_query * head_dim..],
                 query_width,
-                per_kv,
+                n_q,
                 head_dim,
-                seen.blocks,
-                seen.visible,
+                blocks,
+                visible,
                 scale,
-                sinks.map(|sinks| &sinks[head * per_kv..(head + 1) * per_kv]),
-                &mut buffer,
+                sinks.map(|sinks| &sinks[first_query..first_query + n_q]),
+                floats,
                 &mut out,
             );
             first = next;
@@ -144,8 +209,8 @@ pub fn attend<'a>(
     };
     let positions = sight(tokens.saturating_sub(1), 0).visible.len();
     if positions * tokens * n_kv_heads * per_kv * (head_dim + value_dim) < FORK {
-        (0..n_kv_heads * tiles).for_each(work);
+        (0..n_kv_heads * tiles * pieces).for_each(work);
     } else {
-        pool.run(n_kv_heads * tiles, &work);
+        pool.run(n_kv_heads * tiles * pieces, &work);
     }
 }

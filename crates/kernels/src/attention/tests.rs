@@ -5,9 +5,9 @@ use proptest::prelude::*;
 use super::*;
 use crate::{Pool, Shard};
 
-const TYPES: [KvType; 3] = [KvType::F32, KvType::F16, KvType::Q8];
+pub(super) const TYPES: [KvType; 3] = [KvType::F32, KvType::F16, KvType::Q8];
 
-struct Random(u64);
+pub(super) struct Random(pub u64);
 
 impl Random {
     fn next(&mut self) -> u32 {
@@ -16,28 +16,28 @@ impl Random {
     }
 
     /// In -scale..scale.
-    fn values(&mut self, n: usize, scale: f32) -> Vec<f32> {
+    pub fn values(&mut self, n: usize, scale: f32) -> Vec<f32> {
         (0..n).map(|_| (self.next() as f32 / (1u64 << 30) as f32 - 1.0) * scale).collect()
     }
 }
 
 /// One bit pattern for all NaNs: which one comes out is not defined.
-fn bits(values: &[f32]) -> Vec<u32> {
+pub(super) fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|v| if v.is_nan() { 0x7fc0_0000 } else { v.to_bits() }).collect()
 }
 
 /// Keys and values of `heads` kv heads, in blocks that lie backwards with holes between them.
-struct Cache {
+pub(super) struct Cache {
     ty: KvType,
     planes: [Vec<u8>; 2],
     dims: [usize; 2],
-    table: Vec<u32>,
+    pub table: Vec<u32>,
     block_positions: usize,
     heads: usize,
 }
 
 impl Cache {
-    fn new(
+    pub fn new(
         ty: KvType,
         [positions, block_positions, heads]: [usize; 3],
         dims: [usize; 2],
@@ -60,7 +60,7 @@ impl Cache {
         Self { ty, planes, dims, table, block_positions, heads }
     }
 
-    fn head(&self, head: usize) -> KvBlocks<'_> {
+    pub fn head(&self, head: usize) -> KvBlocks<'_> {
         let plane = |i: usize| {
             let row_bytes = self.ty.row_bytes(self.dims[i]);
             let head_bytes = self.block_positions * row_bytes;
@@ -245,13 +245,14 @@ fn a_step_of_several_sessions_is_each_token_alone() {
     let sinks = Random(11).values(heads * n_q, 3.0);
     let sight = |t: usize, head: usize| {
         let (session, position) = tokens[t];
-        Sight { blocks: KvBlocks { table: &tables[session], ..cache.head(head) }, visible: 0..position + 1 }
+        let blocks = KvBlocks { table: &tables[session], ..cache.head(head) };
+        Sight { blocks, visible: 0..position + 1, chosen: None }
     };
     let mut expected = vec![0.0; tokens.len() * out_width];
     let mut scores = vec![0.0; n_q * 256];
     for (i, out) in expected.chunks_mut(n_q * dims[1]).enumerate() {
         let (t, head) = (i / heads, i % heads);
-        let Sight { blocks, visible } = sight(t, head);
+        let Sight { blocks, visible, .. } = sight(t, head);
         let queries = &queries[t * width + head * n_q * dims[0]..][..n_q * dims[0]];
         let sinks = Some(&sinks[head * n_q..(head + 1) * n_q]);
         let scalar = Kernels::available()[0];
@@ -272,6 +273,44 @@ fn a_step_of_several_sessions_is_each_token_alone() {
             let mut out = vec![f32::NAN; expected.len()];
             attend(&pool, kernels, &shape, &queries, &sight, &mut scratch, &mut out);
             assert_eq!(bits(&out), bits(&expected), "{kernels:?} {threads}");
+        }
+    }
+}
+
+#[test]
+fn heads_that_share_a_row_are_the_same_on_any_number_of_threads() {
+    let (n_q, dims) = (40, [48, 32]);
+    let mut rows = Random(12);
+    let cache = Cache::new(KvType::F16, [200, 16, 1], dims, &mut |_, dim| rows.values(dim, 2.0));
+    for tokens in [1, 2, 5] {
+        let queries = Random(13).values(tokens * n_q * dims[0], 3.0);
+        let sinks = Random(14).values(n_q, 3.0);
+        let first = 200 - tokens;
+        let expected = {
+            let visible = 0..first + 1;
+            by_tokens(&cache, 0, &queries, n_q * dims[0], n_q, visible, tokens, Some(&sinks))
+        };
+        let sight = |t: usize, head: usize| Sight {
+            blocks: cache.head(head),
+            visible: 0..first + t + 1,
+            chosen: None,
+        };
+        let shape = AttentionHeads {
+            n_kv_heads: 1,
+            per_kv: n_q,
+            head_dim: dims[0],
+            value_dim: dims[1],
+            scale: 0.3,
+            sinks: Some(&sinks),
+        };
+        for kernels in Kernels::available() {
+            for threads in [1, 2, 3, 9] {
+                let pool = Pool::new(threads, false);
+                let mut scratch = AttentionScratch::new(threads, dims[0], dims[1], 200);
+                let mut out = vec![f32::NAN; expected.len()];
+                attend(&pool, kernels, &shape, &queries, &sight, &mut scratch, &mut out);
+                assert_eq!(bits(&out), bits(&expected), "{kernels:?}, {tokens} tokens, {threads} threads");
+            }
         }
     }
 }

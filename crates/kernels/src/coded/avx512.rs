@@ -77,16 +77,22 @@ fn kernel<const BITS: u8, const TABLE: bool, const T: usize>(job: Job<'_>, take:
                 }
             }
             let planes = Planes { codes, xs, group, lines, levels, into_l2 };
-            // SAFETY: the tile's planes and T groups of activations, with the lines that such a group has.
-            unsafe {
-                multiply::<BITS, TABLE, T, 0>(&planes, &mut dots);
-                if narrow_fields > 1 {
-                    multiply::<BITS, TABLE, T, 1>(&planes, &mut dots);
+            let mut line = 0;
+            while line < lines {
+                for line in line..line + unroll {
+                    // SAFETY: the planes and activations of this group, whose lines these are (asserted above).
+                    unsafe {
+                        multiply::<BITS, TABLE, T, 0>(&planes, line, &mut dots);
+                        if narrow_fields > 1 {
+                            multiply::<BITS, TABLE, T, 1>(&planes, line, &mut dots);
+                        }
+                        if narrow_fields > 2 {
+                            multiply::<BITS, TABLE, T, 2>(&planes, line, &mut dots);
+                            multiply::<BITS, TABLE, T, 3>(&planes, line, &mut dots);
+                        }
+                    }
                 }
-                if narrow_fields > 2 {
-                    multiply::<BITS, TABLE, T, 2>(&planes, &mut dots);
-                    multiply::<BITS, TABLE, T, 3>(&planes, &mut dots);
-                }
+                line += unroll;
             }
             for (dots, start) in dots.iter_mut().zip(starts) {
                 for dot in dots {
@@ -212,46 +218,40 @@ struct Planes {
     into_l2: bool,
 }
 
-/// Adds the products of field pair `Q`, of the narrowest plane, that is of units `Q * lines` and following.
+/// Adds the products of unit `Q * lines + line`: of field pair `Q` of a line of the narrowest plane.
 ///
 /// A function of its own for each pair, so that shifts are constants.
 ///
 /// # Safety
 /// `codes` points at the planes of a tile of `BITS` and `group`, `xs` at `T` groups of activations; `lines` are as many as
-/// such a plane has, and `Q` is less than its field pairs.
+/// such a plane has, `line` is one of them, and `Q` less than its field pairs.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
 unsafe fn multiply<const BITS: u8, const TABLE: bool, const T: usize, const Q: usize>(
     planes: &Planes,
+    line: usize,
     dots: &mut [[__m512i; 2]; T],
 ) {
     let &Planes { codes, xs, group, lines, levels, into_l2 } = planes;
-    let [_, unroll] = const { shape(BITS) };
-    let mut line = 0;
-    while line < lines {
-        for line in line..line + unroll {
-            let unit = Q * lines + line;
-            // A unit is 16 bytes for every bit.
-            let ahead = codes.wrapping_add(unit * 16 * BITS as usize);
-            prefetch(ahead, into_l2);
-            if BITS > 4 {
-                prefetch(ahead.wrapping_add(64), into_l2);
-            }
-            // SAFETY: the caller's promises.
-            let [mut low, mut high] = unsafe { unpack::<BITS, TABLE, Q>(codes, group, lines, line) };
-            if TABLE {
-                low = _mm512_shuffle_epi8(levels, low);
-                high = _mm512_shuffle_epi8(levels, high);
-            }
-            for (t, dots) in dots.iter_mut().enumerate() {
-                // SAFETY: 4 * unit + 4 <= group, and xs holds T groups.
-                let x = unsafe { xs.add(t * group + 4 * unit).cast::<i32>().read_unaligned() };
-                let x = _mm512_set1_epi32(x);
-                dots[0] = _mm512_dpbusd_epi32(dots[0], low, x);
-                dots[1] = _mm512_dpbusd_epi32(dots[1], high, x);
-            }
-        }
-        line += unroll;
+    let unit = Q * lines + line;
+    // A unit is 16 bytes for every bit.
+    let ahead = codes.wrapping_add(unit * 16 * BITS as usize);
+    prefetch(ahead, into_l2);
+    if BITS > 4 {
+        prefetch(ahead.wrapping_add(64), into_l2);
+    }
+    // SAFETY: the caller's promises.
+    let [mut low, mut high] = unsafe { unpack::<BITS, TABLE, Q>(codes, group, lines, line) };
+    if TABLE {
+        low = _mm512_shuffle_epi8(levels, low);
+        high = _mm512_shuffle_epi8(levels, high);
+    }
+    for (t, dots) in dots.iter_mut().enumerate() {
+        // SAFETY: 4 * unit + 4 <= group, and xs holds T groups.
+        let x = unsafe { xs.add(t * group + 4 * unit).cast::<i32>().read_unaligned() };
+        let x = _mm512_set1_epi32(x);
+        dots[0] = _mm512_dpbusd_epi32(dots[0], low, x);
+        dots[1] = _mm512_dpbusd_epi32(dots[1], high, x);
     }
 }
 

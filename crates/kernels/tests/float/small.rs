@@ -34,6 +34,35 @@ fn rms_norm_is_near_f64_and_the_same_in_place() {
 }
 
 #[test]
+fn layer_norm_is_near_f64() {
+    let mut numbers = Numbers(19);
+    for n in lengths() {
+        let (x, weight, bias) = (numbers.units(n), numbers.units(n), numbers.units(n));
+        let out = same_bits("layer_norm_in_place", |k| {
+            let mut rows = [&x[..], &bias].concat();
+            k.layer_norm_in_place(&mut rows, &weight, &bias, 1e-6);
+            rows
+        });
+        for (x, out) in [&x, &bias].into_iter().zip(out.chunks(n)) {
+            let x: Vec<f64> = x.iter().map(|&x| f64::from(x)).collect();
+            let mean = x.iter().sum::<f64>() / n as f64;
+            let variance = x.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / n as f64;
+            for (((x, &w), &b), &out) in x.iter().zip(&weight).zip(&bias).zip(out) {
+                let expected = (x - mean) / (variance + 1e-6).sqrt() * f64::from(w) + f64::from(b);
+                // One element alone is its mean: what is left of it is rounding.
+                assert_close(out, expected, if n == 1 { 1e-3 } else { 2e-5 }, "layer_norm");
+            }
+        }
+        let special = numbers.any(n);
+        same_bits("layer_norm of special values", |k| {
+            let mut x = special.clone();
+            k.layer_norm_in_place(&mut x, &weight, &bias, 1e-6);
+            x
+        });
+    }
+}
+
+#[test]
 fn sums_and_multiples_of_vectors() {
     let mut numbers = Numbers(10);
     for n in lengths() {

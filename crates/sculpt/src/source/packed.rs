@@ -185,10 +185,14 @@ impl Packing {
 }
 
 /// Puts the parts of packed weights together, and takes stacked experts apart.
-pub(crate) fn resolve(raw: &HashMap<String, Raw>, packing: &Packing) -> HashMap<String, Stored> {
+pub(crate) fn resolve(
+    raw: &HashMap<String, Raw>,
+    packing: &Packing,
+    halves: bool,
+) -> HashMap<String, Stored> {
     let mut tensors = HashMap::with_capacity(raw.len());
     for (name, tensor) in raw {
-        if stacked::split(name, tensor, raw, packing, &mut tensors) {
+        if stacked::split(name, tensor, raw, packing, halves, &mut tensors) {
             continue;
         }
         let stored = match (packing, name.rsplit_once('.')) {

@@ -15,15 +15,25 @@ use super::packed::{Raw, float_stored, part};
 use super::{At, Codes, Files, Form, Order, Packing, Part, Source, Stored, Unread, ggml};
 use crate::error::SculptError;
 
-/// Puts the parts of `tensor` into `tensors` if it is a stack (or belongs to one); false if it is not.
+/// Puts the parts of `tensor` into `tensors` if it is a stack (or belongs to one); false if it is not. With `halves` an
+/// expert's gate is not interleaved with its up, but lies before it.
 pub(crate) fn split(
     name: &str,
     tensor: &Raw,
     raw: &HashMap<String, Raw>,
     packing: &Packing,
+    halves: bool,
     tensors: &mut HashMap<String, Stored>,
 ) -> bool {
     if let Some((experts, rest)) = name.split_once(".mlp.experts.") {
+        if halves {
+            let (both, down) = (&["gate_proj", "up_proj"][..], &["down_proj"][..]);
+            return match rest {
+                "gate_up_proj" => in_halves(&format!("{experts}.mlp.experts"), both, tensor, tensors),
+                "down_proj" => in_halves(&format!("{experts}.mlp.experts"), down, tensor, tensors),
+                _ => false,
+            };
+        }
         return gpt_oss(&format!("{experts}.mlp.experts"), rest, tensor, raw, tensors);
     }
     if let Some((module, rest)) = name.split_once(".block_sparse_moe.")
@@ -100,13 +110,23 @@ fn gpt_oss(
     }
 }
 
-/// Granite's stacks: outputs before inputs, of `input_linear` first those of all gates, then those of up.
+/// Granite's stacks, which have words of their own for the projections.
 fn granite(module: &str, rest: &str, tensor: &Raw, tensors: &mut HashMap<String, Stored>) -> bool {
     let projections: &[&str] = match rest {
         "input_linear.weight" => &["w1", "w3"],
         "output_linear.weight" => &["w2"],
         _ => return false,
     };
+    in_halves(&format!("{module}.experts"), projections, tensor, tensors)
+}
+
+/// Stacks of outputs before inputs: of each expert first all rows of the first projection, then those of the next.
+fn in_halves(
+    experts: &str,
+    projections: &[&str],
+    tensor: &Raw,
+    tensors: &mut HashMap<String, Stored>,
+) -> bool {
     let &[n, height, cols] = tensor.shape.as_slice() else { return false };
     if !height.is_multiple_of(projections.len()) {
         return false;
@@ -115,7 +135,7 @@ fn granite(module: &str, rest: &str, tensor: &Raw, tensors: &mut HashMap<String,
     for expert in 0..n {
         for (i, projection) in projections.iter().enumerate() {
             let first = (expert * projections.len() + i) * rows;
-            let name = format!("{module}.experts.{expert}.{projection}.weight");
+            let name = format!("{experts}.{expert}.{projection}.weight");
             tensors.insert(name, float_stored(&slice(tensor, first, rows, cols)));
         }
     }
@@ -330,12 +350,33 @@ mod tests {
     }
 
     #[test]
-    fn granites_gates_lie_before_what_they_open() {
+    fn gates_lie_before_what_they_open() {
         let dir = tempfile::tempdir().expect("dir");
         let (n, d, f) = (3, 5, 2);
         let bytes = |first: usize, len: usize| -> Vec<u8> {
             (first..first + len).flat_map(|v| f32_to_bf16(v as f32).to_le_bytes()).collect()
         };
+        let at = "model.language_model.layers.1.mlp.experts";
+        write(
+            dir.path(),
+            &json!({"model_type": "qwen3_5_moe"}),
+            &[
+                (&format!("{at}.gate_up_proj"), "BF16", &[n, 2 * f, d], bytes(0, n * 2 * f * d)),
+                (&format!("{at}.down_proj"), "BF16", &[n, d, f], bytes(100, n * d * f)),
+            ],
+        );
+        let checkpoint = Checkpoint::open(dir.path()).expect("opened");
+        for e in 0..n {
+            for (name, rows_of, cols, first) in [
+                ("gate_proj", f, d, e * 2 * f * d),
+                ("up_proj", f, d, (e * 2 + 1) * f * d),
+                ("down_proj", d, f, 100 + e * d * f),
+            ] {
+                let name = format!("{at}.{e}.{name}.weight");
+                let wanted: Vec<f32> = (first..first + rows_of * cols).map(|v| v as f32).collect();
+                assert_eq!(rows(&checkpoint, &name, [rows_of, cols], 0..rows_of), wanted, "{name}");
+            }
+        }
         let at = "model.layers.4.block_sparse_moe";
         write(
             dir.path(),

@@ -4,7 +4,9 @@ use std::fs;
 use std::path::Path;
 
 use smoe_format::ModelSpec;
-use smoe_format::spec::{AttentionSpec, FfnKind, MoeSpec, Multipliers, RopeSpec, RouterKind};
+use smoe_format::spec::{
+    AttentionSpec, FfnKind, IndexerSpec, LatentSpec, MixerKind, MoeSpec, Multipliers, RopeSpec, RouterKind,
+};
 
 use crate::config::spec_from_config;
 use crate::error::{SculptError, Warning};
@@ -45,6 +47,8 @@ struct Published {
     norm_topk: bool,
     /// What the engine does not know, and the weights of that attention in a layer if it is of another kind.
     unknown: Option<(&'static str, Option<usize>)>,
+    /// What the fields above have no words for.
+    also: Option<fn(&mut ModelSpec)>,
 }
 
 /// Projections of multi-head latent attention (DeepSeek-V2, 2024) in a layer: width, heads, ranks of queries
@@ -73,6 +77,7 @@ static PUBLISHED: &[Published] = &[
         shared: 0,
         norm_topk: true,
         unknown: None,
+        also: None,
     },
     Published {
         name: "qwen3-235b-a22b",
@@ -89,6 +94,7 @@ static PUBLISHED: &[Published] = &[
         shared: 0,
         norm_topk: true,
         unknown: None,
+        also: None,
     },
     Published {
         name: "qwen3-coder-480b-a35b",
@@ -105,6 +111,7 @@ static PUBLISHED: &[Published] = &[
         shared: 0,
         norm_topk: true,
         unknown: None,
+        also: None,
     },
     Published {
         name: "glm-4.5-air",
@@ -121,6 +128,7 @@ static PUBLISHED: &[Published] = &[
         shared: 1408,
         norm_topk: true,
         unknown: Some(("biases of attention, RoPE over half a head, sigmoid router", None)),
+        also: None,
     },
     Published {
         name: "glm-4.5",
@@ -137,6 +145,7 @@ static PUBLISHED: &[Published] = &[
         shared: 1536,
         norm_topk: true,
         unknown: Some(("biases of attention, RoPE over half a head, sigmoid router", None)),
+        also: None,
     },
     Published {
         name: "gpt-oss-20b",
@@ -153,6 +162,7 @@ static PUBLISHED: &[Published] = &[
         shared: 0,
         norm_topk: true,
         unknown: Some(("sinks, sliding windows, biases, clamped SwiGLU", None)),
+        also: None,
     },
     Published {
         name: "gpt-oss-120b",
@@ -169,6 +179,7 @@ static PUBLISHED: &[Published] = &[
         shared: 0,
         norm_topk: true,
         unknown: Some(("sinks, sliding windows, biases, clamped SwiGLU", None)),
+        also: None,
     },
     Published {
         name: "deepseek-v2-lite",
@@ -185,6 +196,7 @@ static PUBLISHED: &[Published] = &[
         shared: 2816,
         norm_topk: false,
         unknown: Some(("latent attention", Some(latent(2048, 16, 0, 512)))),
+        also: None,
     },
     Published {
         name: "deepseek-v3",
@@ -201,6 +213,7 @@ static PUBLISHED: &[Published] = &[
         shared: 2048,
         norm_topk: true,
         unknown: Some((LATENT, Some(latent(7168, 128, 1536, 512)))),
+        also: None,
     },
     Published {
         name: "kimi-k2",
@@ -217,6 +230,40 @@ static PUBLISHED: &[Published] = &[
         shared: 2048,
         norm_topk: true,
         unknown: Some((LATENT, Some(latent(7168, 64, 1536, 512)))),
+        also: None,
+    },
+    // As `GlmMoeDsaConfig` of transformers has it, which names zai-org/GLM-5; that is silent about RoPE's base, which is
+    // GLM-4.5's here.
+    Published {
+        name: "glm-5",
+        d_model: 6144,
+        vocab: 154_880,
+        context: 202_752,
+        layers: 78,
+        dense: (3, 12_288),
+        heads: (64, 1, 192 + 64),
+        qk_norm: false,
+        theta: 1e6,
+        eps: 1e-5,
+        experts: (256, 8, 2048),
+        shared: 2048,
+        norm_topk: true,
+        unknown: None,
+        also: Some(|spec| {
+            spec.attention.latent =
+                Some(LatentSpec { q_rank: 2048, kv_rank: 512, rope_dim: 64, value_dim: 256, norm_eps: 1e-6 });
+            spec.attention.indexer = Some(IndexerSpec {
+                n_heads: 32,
+                head_dim: 128,
+                top_k: 2048,
+                interleaved: true,
+                norm_eps: 1e-6,
+            });
+            spec.rope.interleaved = true;
+            spec.moe.router = RouterKind::Sigmoid;
+            spec.moe.correction_bias = true;
+            spec.moe.routed_scale = 2.5;
+        }),
     },
     Published {
         name: "olmoe-1b-7b",
@@ -233,6 +280,7 @@ static PUBLISHED: &[Published] = &[
         shared: 0,
         norm_topk: false,
         unknown: Some(("QK-norm over all heads at once", None)),
+        also: None,
     },
     Published {
         name: "mixtral-8x7b",
@@ -249,7 +297,32 @@ static PUBLISHED: &[Published] = &[
         shared: 0,
         norm_topk: true,
         unknown: None,
+        also: None,
     },
+];
+
+/// Models whose config.json says it all.
+const CONFIGS: &[(&str, &str)] = &[
+    (
+        "qwen3-next-80b-a3b",
+        r#"{"model_type": "qwen3_next", "hidden_size": 2048, "num_hidden_layers": 48, "vocab_size": 151936,
+        "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "tie_word_embeddings": false,
+        "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000, "full_attention_interval": 4, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4, "num_experts": 512, "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "norm_topk_prob": true}"#,
+    ),
+    (
+        "qwen3.5-35b-a3b",
+        r#"{"model_type": "qwen3_5_moe_text", "hidden_size": 2048, "num_hidden_layers": 40,
+        "vocab_size": 248320, "max_position_embeddings": 262144, "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": false, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
+        "partial_rotary_factor": 0.25, "rope_theta": 10000000, "full_attention_interval": 4,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "num_experts": 256,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}"#,
+    ),
 ];
 
 /// Weights of the projections of attention in a layer.
@@ -264,7 +337,7 @@ impl Published {
         let (n_experts, top_k, d_expert) = self.experts;
         let (n_dense, width) = self.dense;
         let layers = (0..self.layers).map(|l| if l < n_dense { FfnKind::Dense(width) } else { FfnKind::Moe });
-        let spec = ModelSpec {
+        let mut spec = ModelSpec {
             model_type: MODEL_TYPE.to_owned(),
             d_model: self.d_model,
             vocab_size: self.vocab,
@@ -281,6 +354,8 @@ impl Published {
             rope: RopeSpec { theta: self.theta, ..Default::default() },
             layers: layers.collect(),
             windows: Vec::new(),
+            mixers: Vec::new(),
+            delta: None,
             multipliers: Multipliers::default(),
             moe: MoeSpec {
                 n_experts,
@@ -292,6 +367,9 @@ impl Published {
                 ..Default::default()
             },
         };
+        if let Some(also) = self.also {
+            also(&mut spec);
+        }
         let stand_in = self.unknown.map(|(what, weights)| {
             let qk_norm = if self.qk_norm { ", QK-norm" } else { "" };
             let millions = |n: usize| format!("{:.1} M", n as f64 / 1e6);
@@ -312,7 +390,8 @@ impl Published {
 impl Shape {
     /// The names that [`Shape::find`] knows.
     pub fn names() -> impl Iterator<Item = &'static str> {
-        PUBLISHED.iter().map(|published| published.name)
+        let configs = CONFIGS.iter().map(|(name, _)| *name);
+        PUBLISHED.iter().map(|published| published.name).chain(configs)
     }
 
     /// The shape called `like`: a name, a config.json, or a directory with one.
@@ -323,6 +402,10 @@ impl Shape {
         if let Some(published) = PUBLISHED.iter().find(|published| published.name == like) {
             return Ok(published.shape());
         }
+        if let Some((name, config)) = CONFIGS.iter().find(|(name, _)| *name == like) {
+            let config = serde_json::from_str(config).expect("written above");
+            return Self::of_config(name, &config);
+        }
         let path = Path::new(like);
         if !path.exists() {
             let names = Self::names().collect::<Vec<_>>().join(", ");
@@ -332,9 +415,13 @@ impl Shape {
         let path = if path.is_dir() { path.join("config.json") } else { path.to_owned() };
         let bytes = fs::read(&path).map_err(SculptError::io("read", &path))?;
         let config = serde_json::from_slice(&bytes).map_err(SculptError::json(&path))?;
-        let (mut spec, warnings) = spec_from_config(&config)?;
+        Self::of_config("config.json", &config)
+    }
+
+    fn of_config(name: &str, config: &serde_json::Value) -> Result<Self, SculptError> {
+        let (mut spec, warnings) = spec_from_config(config)?;
         MODEL_TYPE.clone_into(&mut spec.model_type);
-        Ok(Self { name: "config.json".to_owned(), spec, stand_in: None, warnings })
+        Ok(Self { name: name.to_owned(), spec, stand_in: None, warnings })
     }
 
     /// Cuts it to its first `layers` layers.
@@ -352,6 +439,13 @@ impl Shape {
             return bad("leaves no layer with experts".to_owned());
         }
         self.spec.layers.truncate(layers);
+        self.spec.windows.truncate(layers);
+        self.spec.mixers.truncate(layers);
+        if !self.spec.mixers.contains(&MixerKind::GatedDelta) {
+            (self.spec.mixers, self.spec.delta) = (Vec::new(), None);
+        } else if !self.spec.mixers.contains(&MixerKind::Attention) {
+            return bad("leaves no layer with attention".to_owned());
+        }
         Ok(())
     }
 }

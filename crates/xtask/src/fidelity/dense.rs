@@ -39,26 +39,13 @@ pub fn run(args: &Args, gguf: &Path) -> Result<()> {
         [Recipe::REFERENCE].into_iter().chain(Recipe::low()).chain(Recipe::coded()).collect();
     let mut subjects = open_all(&recipes, &checkpoint, &texts, &scratch, 1 << 30)?;
     judge(&mut subjects, &texts, start)?;
-    let scored = start.elapsed().as_secs();
-    let tasks = validity::tasks();
-    let mut answers = Vec::new();
-    for subject in &mut subjects {
-        let found = validity::answer(&mut subject.engine, &model, &tasks)?;
-        eprintln!("{}: {found:?}, {} s", subject.recipe.label(), start.elapsed().as_secs());
-        answers.push(found);
-    }
-
     let name = gguf.file_name().unwrap_or_default().to_string_lossy();
     let mut text = String::new();
     line(&mut text, &format!("- command: `{}`", command(args)));
     line(&mut text, &format!("- commit: {commit}"));
     line(
         &mut text,
-        &format!(
-            "- machine: {}; {scored} s, then {} s for answers",
-            machine(&subjects),
-            start.elapsed().as_secs() - scored
-        ),
+        &format!("- machine: {}, {} s without the requests", machine(&subjects), start.elapsed().as_secs()),
     );
     line(&mut text, &format!("- model: {name}, as bf16, {EXPERTS} experts a layer, all used"));
     let windows = |judges: bool| texts.list.iter().filter(|text| text.judges == judges).count();
@@ -72,8 +59,20 @@ pub fn run(args: &Args, gguf: &Path) -> Result<()> {
         ),
     );
     table(&mut text, &subjects);
-    answers_table(&mut text, &subjects, &answers, tasks.len());
+    // There to be read while the requests are answered, and kept if they fail.
     println!("{text}");
+    write(args, report::DENSE_MARKS, &text)?;
+
+    let tasks = validity::tasks();
+    let mut answers = Vec::new();
+    for subject in &mut subjects {
+        let found = validity::answer(&mut subject.engine, &model, &tasks)?;
+        eprintln!("{}: {found:?}, {} s", subject.recipe.label(), start.elapsed().as_secs());
+        answers.push(found);
+    }
+    let table = text.len();
+    answers_table(&mut text, &subjects, &answers, tasks.len());
+    println!("{}", &text[table..]);
     eprintln!("{} s in all", start.elapsed().as_secs());
     write(args, report::DENSE_MARKS, &text)
 }

@@ -124,10 +124,13 @@ fn pick<'a>(random: &mut Random, list: &[&'a str]) -> &'a str {
     list[random.below(list.len())]
 }
 
+/// Makes what is said, and the answer to it.
+type Maker = fn(&mut Random) -> (String, Value);
+
 /// The requests.
 pub fn tasks() -> Vec<Task> {
     let mut random = Random::new(11);
-    let kinds: [(&str, fn(&mut Random) -> (String, Value)); 2] = [
+    let kinds: [(&str, Maker); 2] = [
         (
             "You turn sentences into JSON objects with the keys name, age and city. You answer with JSON only.",
             record,
@@ -170,6 +173,12 @@ fn object(text: &str) -> Option<Map<String, Value>> {
         Ok(Value::Object(object)) => Some(object),
         _ => None,
     }
+}
+
+/// True if no object begins what has been said so far, whatever follows.
+fn is_hopeless(text: &str) -> bool {
+    let text = text.trim_start();
+    !(text.is_empty() || text.starts_with(['{', '`']))
 }
 
 fn judge(text: &str, expected: &Value) -> Verdict {
@@ -224,9 +233,11 @@ pub fn answer(engine: &mut Engine, model: &ModelText, tasks: &[Task]) -> Result<
         let mut ids = Vec::new();
         engine.generate(&mut session, &mut sampler, &limits, &mut Control::default(), &mut |token| {
             ids.push(token);
-            match object(&tokenizer.decode(&ids, true)) {
-                Some(_) => ControlFlow::Break(()),
-                None => ControlFlow::Continue(()),
+            let text = tokenizer.decode(&ids, true);
+            if is_hopeless(&text) || object(&text).is_some() {
+                ControlFlow::Break(())
+            } else {
+                ControlFlow::Continue(())
             }
         })?;
         engine.close(session, true);
@@ -256,6 +267,7 @@ mod tests {
             (r#"{"name": "weather", "arguments": {"city": "Oslo"}}"#, &weather, Verdict::Object),
         ] {
             assert_eq!(judge(text, expected), verdict, "{text}");
+            assert!(!is_hopeless(text) || verdict == Verdict::Nothing, "{text}");
         }
     }
 

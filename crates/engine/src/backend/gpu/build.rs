@@ -282,7 +282,8 @@ impl<'a> Builder<'a> {
         let outputs = NormOutputs { plane: Some(&out.float), coded: &coded };
         let (d, eps, hidden) = (self.spec.d_model, self.spec.rms_norm_eps, &self.planes.hidden);
         let halt = (!matches!(delta, Delta::None)).then(|| self.halt());
-        MixNorm::halting(self.gpu, tokens, d, eps, hidden, weight, delta, rows, outputs, halt)
+        let norm = MixNorm::halting(self.gpu, tokens, d, eps, hidden, weight, delta, rows, outputs, halt)?;
+        Ok(norm.scaled(self.spec.multipliers.residual as f32))
     }
 
     /// `out[t, offset..] = W input[t]`, W being `matrices` one under the other.
@@ -346,8 +347,8 @@ impl<'a> Builder<'a> {
     ) -> Result<Layer, EngineError> {
         let weights: &'a LayerWeights = &self.weights.layers[layer];
         let host: &'a Weights = self.weights;
-        let Projections::Heads { q, k, v, bias, norm } = &weights.projections else {
-            return Err(EngineError::Unsupported { what: "latent attention on a GPU".to_owned() });
+        let Projections::Heads { q, k, v, bias, norm, gate: None } = &weights.projections else {
+            return Err(EngineError::Unsupported { what: "this attention on a GPU".to_owned() });
         };
         let a = self.spec.attention;
         let (heads, kv_heads) = (a.n_heads * a.head_dim, a.n_kv_heads * a.head_dim);
@@ -572,7 +573,8 @@ impl<'a> Builder<'a> {
         let (encoding, rows, cols) = (table.encoding(), table.rows(), table.cols());
         let hidden = self.planes.hidden.clone();
         Ok(Ends {
-            embed: Embed::new(self.gpu, t, &part.bytes, encoding, rows, cols, &ids, &hidden)?,
+            embed: Embed::new(self.gpu, t, &part.bytes, encoding, rows, cols, &ids, &hidden)?
+                .scaled(self.spec.multipliers.embedding as f32),
             ids,
             hidden,
             everyone: self.everyone.clone(),

@@ -317,6 +317,7 @@ impl GpuBackend {
         self.meter.wait_ns.add_time(start.elapsed());
         if halt == 0.0 {
             if reading.rows > 0 {
+                self.scale_logits(reading.rows * self.spec.vocab_size);
                 self.headed.extend_from_slice(head);
             }
             return Ok(None);

@@ -251,9 +251,11 @@ impl GpuBackend {
             self.settle();
         }
         let n = tokens.len();
-        let mut ids = [0; HEAD_ROWS];
-        ids.iter_mut().zip(tokens).for_each(|(id, &token)| *id = token as u32);
-        self.gpu.write(&self.ends.chosen, 0, bytemuck::cast_slice(&ids));
+        if self.pending == Pending::Nothing {
+            let mut ids = [0; HEAD_ROWS];
+            ids.iter_mut().zip(tokens).for_each(|(id, &token)| *id = token as u32);
+            self.gpu.write(&self.ends.chosen, 0, bytemuck::cast_slice(&ids));
+        }
         let step = self.recorder.step();
         match self.pending {
             Pending::Ffn => self.ends.mix_few.record(step, n),
@@ -261,6 +263,14 @@ impl GpuBackend {
         }
         self.pending = Pending::Nothing;
         self.ends.head.iter().for_each(|product| product.record(step, n));
+    }
+
+    /// Multiplies the first `len` logits as the model does.
+    fn scale_logits(&mut self, len: usize) {
+        let by = self.spec.multipliers.logits as f32;
+        if by != 1.0 {
+            self.logits[..len].iter_mut().for_each(|logit| *logit *= by);
+        }
     }
 
     /// Brings a plane to `host_hidden`.
@@ -407,6 +417,7 @@ impl Backend for GpuBackend {
             self.recorder.step().read_back(&logits, &self.readback, 0);
             if let Some(submitted) = self.submit() {
                 Self::read(&self.gpu, &self.meter, &self.readback, &submitted, &mut self.logits[..len])?;
+                self.scale_logits(len);
             }
         }
         // What is asked for again may have changed: `observe` looks at a step in several ways.

@@ -1,7 +1,7 @@
 //! What goes into a device's memory, decided before anything is claimed there.
 
 use smoe_format::expert_file::LayerTable;
-use smoe_format::spec::{Activation, Multipliers};
+use smoe_format::spec::Activation;
 use smoe_format::{FfnKind, ModelSpec};
 use smoe_gpu::DeviceFacts;
 use smoe_kernels::KvType;
@@ -92,12 +92,14 @@ pub(crate) fn unsupported(spec: &ModelSpec, exact: bool, tables: &[LayerTable]) 
     let heads_fit = a.head_dim.is_multiple_of(4) && a.head_dim <= 256 && a.n_heads / a.n_kv_heads <= 16;
     if a.latent.is_some() {
         Some("latent attention")
+    } else if spec.delta.is_some() {
+        Some("linear attention")
+    } else if a.gate {
+        Some("attention with a gate")
     } else if !heads_fit {
         Some("attention heads of this shape")
     } else if spec.moe.expert_bias || spec.moe.activation != Activation::SwiGlu {
         Some("experts with biases or another activation than SwiGLU")
-    } else if spec.multipliers != Multipliers::default() {
-        Some("multipliers of the residual stream and the logits")
     } else if spec.moe.n_experts > 1024 || spec.moe.top_k > 32 {
         Some("so many experts")
     } else if exact && tables.iter().flat_map(|t| &t.tensors).any(|t| !t.encoding.is_float()) {
