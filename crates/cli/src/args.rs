@@ -369,8 +369,8 @@ pub struct SculptHow {
     #[arg(long, value_name = "BITS")]
     pub bits: Option<u8>,
     /// Instead, a budget of bits per routed expert's weight, scales included, such as 3.25: down gets more than gate
-    /// and up, as far as it goes. With --entropy what records take on the disk, 1.5 to 3.9 [default there: 3.25; with
-    /// --bits 4, and of a quantised checkpoint, what their codes take]
+    /// and up, as far as it goes. With --entropy about what records take on the disk, 1.5 to 3.9 [default there: 3.25;
+    /// with --bits 4, and of a quantised checkpoint, what their codes take]
     #[arg(long, value_name = "BITS", conflicts_with = "bits")]
     pub bpw: Option<smoe_sculpt::BitsPerWeight>,
     /// Weights that share a scale: 32, 64 or 128 [default: 64; 128 with --entropy and a budget]

@@ -56,6 +56,8 @@ pub fn spinner(what: &'static str) -> ProgressBar {
 #[derive(Default)]
 pub struct Bar {
     state: Mutex<State>,
+    /// Bytes of weights that were encoded.
+    encoded: AtomicU64,
     /// Other bars that it is drawn below.
     within: Option<MultiProgress>,
 }
@@ -79,18 +81,16 @@ impl Bar {
         }
     }
 
-    /// How fast the weights of a checkpoint of so many bytes were encoded, and how long all took; of a run that went on
-    /// from unfinished work nothing.
-    pub fn speed(&self, checkpoint_bytes: u64) -> Option<String> {
+    /// How many of the checkpoint's bytes this run encoded and how fast, and how long all took; nothing if all was done
+    /// before.
+    pub fn speed(&self) -> Option<String> {
         let mut state = self.state.lock().ok()?;
         state.end_phase();
-        let resumed = state.lasted.iter().any(|(phase, _)| phase == "checking unfinished work");
         let encoding = state.lasted.iter().find(|(phase, _)| phase == "encoding")?.1.as_secs_f64();
-        let all: Duration = state.lasted.iter().map(|(_, lasted)| *lasted).sum();
-        let megabytes = checkpoint_bytes as f64 / 1e6;
-        (!resumed).then(|| {
-            let rate = megabytes / encoding.max(1e-3);
-            let all = all.as_secs_f64();
+        let all = state.lasted.iter().map(|(_, lasted)| *lasted).sum::<Duration>().as_secs_f64();
+        let megabytes = self.encoded.load(Ordering::Relaxed) as f64 / 1e6;
+        let rate = megabytes / encoding.max(1e-3);
+        (megabytes > 0.0).then(|| {
             format!("{megabytes:.0} MB of weights encoded in {encoding:.1} s ({rate:.0} MB/s), all done in {all:.1} s")
         })
     }
@@ -135,6 +135,10 @@ impl smoe_sculpt::Progress for Bar {
         }
     }
 
+    fn encoded(&self, source_bytes: u64) {
+        self.encoded.fetch_add(source_bytes, Ordering::Relaxed);
+    }
+
     fn note(&self, message: &str) {
         eprintln!("{message}");
     }
@@ -160,7 +164,7 @@ pub struct PullBars {
 impl Default for PullBars {
     fn default() -> Self {
         let all = MultiProgress::new();
-        let sculptor = Bar { state: Mutex::default(), within: Some(all.clone()) };
+        let sculptor = Bar { within: Some(all.clone()), ..Bar::default() };
         Self { all, received: Mutex::default(), held: AtomicU64::new(0), sculptor }
     }
 }
@@ -222,5 +226,24 @@ impl smoe_sculpt::Progress for PullBars {
 
     fn warn(&self, message: &str) {
         self.all.suspend(|| eprintln!("warning: {message}"));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use smoe_sculpt::Progress as _;
+
+    use super::*;
+
+    #[test]
+    fn the_speed_is_of_what_was_encoded() {
+        let bar = Bar::default();
+        bar.phase("reading headers");
+        assert_eq!(bar.speed(), None);
+        bar.phase("encoding");
+        bar.encoded(7_000_000);
+        bar.phase("checking");
+        let speed = bar.speed().unwrap_or_default();
+        assert!(speed.starts_with("7 MB of weights encoded in "), "{speed}");
     }
 }

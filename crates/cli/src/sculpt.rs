@@ -49,7 +49,8 @@ impl SculptHow {
 
 /// Runs the command.
 pub fn sculpt(args: &SculptArgs) -> Result<(), Failure> {
-    let settings = args.how.settings(is_coded(&args.checkpoint));
+    let is_coded = is_coded(&args.checkpoint);
+    let settings = args.how.settings(is_coded);
     let flag = interrupt::flag();
     if args.how.dry_run {
         let dry = smoe_sculpt::dry_run(&args.checkpoint, args.vault.as_deref(), &settings, flag)?;
@@ -71,12 +72,10 @@ pub fn sculpt(args: &SculptArgs) -> Result<(), Failure> {
         bar.finish();
         match outcome.map_err(failure)? {
             Outcome::Created => {
-                let checkpoint = Checkpoint::open(&args.checkpoint)?;
-                let speed =
-                    bar.speed(checkpoint.bytes()).map_or_else(String::new, |speed| format!(": {speed}"));
+                let speed = bar.speed().map_or_else(String::new, |speed| format!(": {speed}"));
                 eprintln!("made {}{speed}", vault.display());
                 // Whose codes these are, and what they lost, is not to be guessed.
-                measure |= checkpoint.is_coded();
+                measure |= is_coded;
             }
             Outcome::AlreadyComplete => {
                 eprintln!(

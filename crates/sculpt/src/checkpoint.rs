@@ -10,6 +10,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::ops::Range;
 use std::path::{Component, Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use safetensors::tensor::Metadata;
 use serde_json::Value;
@@ -294,6 +295,11 @@ impl Checkpoint {
         self.shards.iter().map(|shard| shard.len).sum()
     }
 
+    /// Bytes of weights that were read so far, of all files.
+    pub(crate) fn bytes_read(&self) -> u64 {
+        self.shards.iter().map(|shard| shard.read.load(Ordering::Relaxed)).sum()
+    }
+
     /// Names of all tensors, in no order.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.tensors.keys().map(String::as_str)
@@ -520,7 +526,7 @@ impl Shard {
         }
         let mut header = vec![0; header_len as usize];
         file.read_exact_at(&mut header, 8).map_err(SculptError::io("read", &path))?;
-        Ok(Self { name: name.to_owned(), path, file, len, header })
+        Ok(Self { name: name.to_owned(), path, file, len, header, read: AtomicU64::new(0) })
     }
 
     /// Checks that the file still begins with the header that the plan was made from.

@@ -49,11 +49,12 @@ fn per_step(magnitude: f32, step: f32) -> f32 {
     if step > 0.0 && (1.0 / step).is_finite() { 1.0 / step } else { 0.0 }
 }
 
-/// The largest weight of a group, if it lies beyond the row's grid: the group then has the grid that just holds it.
-/// Clamped, the large weights of real models would take the model with them (EXP-QUANT-10).
+/// The largest weight of a group, if the group does not have the row's grid: one that lies beyond it, and then the grid
+/// is the one that just holds it (clamped, the large weights of real models would take the model with them,
+/// EXP-QUANT-10), or zero, for no cell of the row's grid holds zeros.
 fn own_largest(group: &[f32], per_step: f32) -> Option<f32> {
     let largest = group.iter().fold(0.0f32, |largest, w| largest.max(w.abs()));
-    (largest * per_step > 8.0).then_some(largest)
+    (largest == 0.0 || largest * per_step > 8.0).then_some(largest)
 }
 
 /// Codes rows on one grid each, `step` mean magnitudes of the row wide, into 4-bit symmetric tiles; every group of a
@@ -117,7 +118,7 @@ impl RowStep {
                 (product, power) = (product + fit.product, power + fit.power);
             }
         }
-        of_row.half = Fit { product, power }.scale();
+        of_row.half = Fit { product, power }.scale(of_row.per_step);
         of_row
     }
 
@@ -125,7 +126,8 @@ impl RowStep {
     pub fn of_group(self, weights: &[f32]) -> (u16, f32) {
         match own_largest(weights, self.per_step) {
             // Not fitted: to many small weights the large one is not worth what it is to the model.
-            Some(largest) => (f32_to_f16(largest), 7.5 / largest),
+            Some(largest) if largest > 0.0 => (f32_to_f16(largest), 7.5 / largest),
+            Some(_) => (0, 0.0),
             None => (self.half, self.per_step),
         }
     }
@@ -145,8 +147,16 @@ impl Fit {
         Self { product, power: sum(both().map(|(_, &c)| level(c) * level(c))) }
     }
 
-    fn scale(&self) -> u16 {
-        f32_to_f16((15.0 * self.product / self.power.max(1.0)) as f32)
+    /// The scale of a row of so many cells a unit of weight. Other groups than those that decide it may come to have
+    /// it, for what is fed back changes weights, and these may be few and small or none: so it is never less than half
+    /// of the scale whose levels are in the middle of the cells.
+    fn scale(&self, per_step: f32) -> u16 {
+        if per_step == 0.0 {
+            return 0;
+        }
+        let middle = 7.5 / per_step;
+        let fitted = if self.power > 0.0 { (15.0 * self.product / self.power) as f32 } else { middle };
+        f32_to_f16(fitted.max(0.5 * middle))
     }
 }
 
@@ -212,10 +222,15 @@ impl Sample {
         for (values, source, group) in &self.tensors {
             let mut counts = [0u64; SYMBOLS];
             let mut own = 0u32;
-            for weights in values.chunks_exact(source.cols).flat_map(|row| row.chunks(*group)) {
-                let largest = own_largest(weights, 1.0 / step).inspect(|_| own += 1);
-                let per_step = largest.map_or(1.0 / step, |largest| 7.5 / largest);
-                weights.iter().for_each(|&w| counts[usize::from(code(w, per_step))] += 1);
+            for row in values.chunks_exact(source.cols) {
+                // In a row of zeros all scales are the same.
+                let zeros = row.iter().all(|&w| w == 0.0);
+                let of_row = RowStep { per_step: 1.0 / step, half: 0 };
+                for weights in row.chunks(*group) {
+                    own += u32::from(!zeros && own_largest(weights, of_row.per_step).is_some());
+                    let (_, per_step) = of_row.of_group(weights);
+                    weights.iter().for_each(|&w| counts[usize::from(code(w, per_step))] += 1);
+                }
             }
             let n = (source.rows * source.cols) as f64;
             // How many times as many weights the tensor has.
@@ -393,6 +408,28 @@ mod tests {
                     assert!(r % 5 != 0 || g != 1 || own.is_some());
                 }
             }
+        }
+    }
+
+    #[test]
+    fn a_row_whose_grid_holds_no_group_or_a_small_one_has_a_scale_all_the_same() {
+        let group = 64;
+        let mut weights = normal(6 * group);
+        // Every group reaches beyond the grid; then one of tiny weights does not, then one of zeros.
+        weights.chunks_exact_mut(group).for_each(|group| group[5] = 4.0);
+        for small in [1.0f32, 1e-3, 0.0] {
+            weights[..group].iter_mut().for_each(|w| *w *= small);
+            let mut codes = vec![0; weights.len()];
+            let of_row = RowStep::coded(&weights, group, 0.35, &mut codes);
+            // As if feedback had taken a little off the largest weights: this group fits, and keeps its size.
+            let fits: Vec<f32> = weights[group..2 * group].iter().map(|w| w.clamp(-1.5, 1.5)).collect();
+            let (half, per_step) = of_row.of_group(&fits);
+            assert_eq!(per_step, of_row.per_step, "{small}");
+            let middle = 7.5 / per_step;
+            let scale = smoe_format::half::f16_to_f32(half);
+            assert!((0.49..1.2).contains(&(scale / middle)), "{small}: {scale} of {middle}");
+            // A group of zeros stays one.
+            assert_eq!(of_row.of_group(&[0.0; 64]).0, 0, "{small}");
         }
     }
 

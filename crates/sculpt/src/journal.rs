@@ -15,6 +15,9 @@ use smoe_format::expert_file::Provenance;
 use crate::error::SculptError;
 
 const MAGIC: &str = "smoe-sculpt 2";
+/// In the place of a piece, the step of the experts' codes, and as its checksum the bits of that `f32`: what is found by
+/// coding experts is not found again.
+pub(crate) const STEP: &str = "step";
 
 /// A journal as read.
 #[derive(Debug, PartialEq, Eq)]

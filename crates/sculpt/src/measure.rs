@@ -22,10 +22,9 @@ use smoe_format::{
 
 use crate::calibrate::Statistics;
 use crate::checkpoint::Checkpoint;
-
-use crate::encode::{Loss, Scratch, encode_expert, encode_expert_rows, find_step, may_feed_back};
+use crate::encode::{Loss, Scratch, StepSearch, encode_expert, encode_expert_rows, may_feed_back};
 use crate::error::SculptError;
-use crate::plan::{Sources, kind_name, row_offset, runs};
+use crate::plan::{Sources, feedback_bytes, kind_name, row_offset, runs};
 use crate::progress::Progress;
 use crate::settings::{Recipe, Settings};
 use crate::source::Source;
@@ -121,7 +120,7 @@ pub fn compare_codes(
 ) -> Result<Vec<CodeCounts>, SculptError> {
     let pair = Pair::open(checkpoint, vault, stop)?;
     let statistics = pair.statistics(calibration, vault)?;
-    let step = pair.step(statistics.as_ref())?;
+    let step = pair.step(statistics.as_ref(), threads, progress, stop)?;
     let counts = pair.walk(threads, progress, stop, |piece, buffers| {
         let Buffers { scratch, stored, .. } = buffers;
         let fed = statistics.as_ref().zip(pair.expert(piece));
@@ -361,14 +360,26 @@ impl Pair {
     }
 
     /// The step of the experts' codes, if they are those of one step a row.
-    fn step(&self, statistics: Option<&Statistics>) -> Result<Option<f32>, SculptError> {
+    fn step(
+        &self,
+        statistics: Option<&Statistics>,
+        threads: Option<usize>,
+        progress: &dyn Progress,
+        stop: &AtomicBool,
+    ) -> Result<Option<f32>, SculptError> {
         let experts = &self.experts.0;
         let bpw = self.made.as_deref().and_then(Settings::coded_bpw_of).filter(|_| experts.coded);
-        let find = |bpw| {
-            let bpw = f64::from(bpw) / 100.0;
-            find_step(&self.checkpoint, &self.sources, &experts.layers, bpw, statistics)
+        let fed = statistics.map_or(0, |statistics| feedback_bytes(statistics, &experts.layers));
+        let search = StepSearch {
+            checkpoint: &self.checkpoint,
+            experts: &self.sources,
+            layers: &experts.layers,
+            statistics,
+            workers: workers::count(threads, fed),
+            progress,
+            stop,
         };
-        bpw.map(find).transpose()
+        bpw.map(|bpw| search.find(f64::from(bpw) / 100.0)).transpose()
     }
 
     /// The statistics with which the vault was made, if it was made with any.

@@ -10,7 +10,7 @@ use smoe_format::expert_file::{FileEntry, Manifest, Provenance};
 use smoe_format::spec::{FfnKind, MixerKind, ModelSpec};
 use smoe_format::tile::ROWS;
 use smoe_format::{
-    BackboneTensor, Encoding, ExpertFile, ExpertKey, Projection, Table, Zero, entropy, file_name,
+    BackboneTensor, Encoding, ExpertFile, ExpertKey, LayerTable, Projection, Table, Zero, entropy, file_name,
 };
 use smoe_kernels::Kernels;
 
@@ -19,14 +19,15 @@ use crate::calibrate::Statistics;
 use crate::checkpoint::{Checkpoint, SideFile};
 use crate::coded;
 use crate::config::{family_of, spec_from_config};
-use crate::encode::{Scratch, encode_rows, find_step};
+use crate::encode::{Scratch, StepSearch, encode_rows};
 use crate::error::{SculptError, Warning};
 use crate::family::{Family, Hybrid, Place};
+use crate::progress::Progress;
 use crate::quantise::fit_table;
 use crate::settings::{Recipe, Role, Settings};
 use crate::source::Source;
 use crate::tokenizer;
-use crate::workers::stopped;
+use crate::workers::{self, stopped};
 
 /// Weights of a run of rows, a work item's reading unit: 4 MiB as `f32`.
 const RUN_WEIGHTS: usize = 1 << 20;
@@ -506,12 +507,15 @@ pub(crate) fn worker_bytes(plan: &Plan) -> usize {
         true => plan.experts.layers.iter().map(|layer| 3 * layer.record_len).max().unwrap_or(0),
         false => 0,
     };
-    // With error feedback whole matrices of an expert, two Hessians and their factors.
-    let calibrated = plan.statistics.as_ref().map_or(0, |statistics| {
-        let tensors = plan.experts.layers.iter().flat_map(|layer| &layer.tensors);
-        3 * statistics.bytes() as usize + 16 * tensors.map(|t| t.rows * t.cols).max().unwrap_or(0)
-    });
-    12 * weights + records + calibrated
+    let fed =
+        plan.statistics.as_ref().map_or(0, |statistics| feedback_bytes(statistics, &plan.experts.layers));
+    12 * weights + records + fed
+}
+
+/// What a worker needs besides for error feedback: whole matrices of an expert, two Hessians and their factors.
+pub(crate) fn feedback_bytes(statistics: &Statistics, layers: &[LayerTable]) -> usize {
+    let tensors = layers.iter().flat_map(|layer| &layer.tensors);
+    3 * statistics.bytes() as usize + 16 * tensors.map(|t| t.rows * t.cols).max().unwrap_or(0)
 }
 
 /// The type that holds all weights of all `sources` without loss.
@@ -536,8 +540,8 @@ pub(crate) struct Plan {
     pub experts: ExpertFile,
     pub backbone: BackboneLayout,
     pub side_files: Vec<SideFile>,
-    /// Width of a row's cells in its mean magnitudes, where experts' codes are those of one step a row. Their records'
-    /// lengths in `experts` are then what is to be expected.
+    /// Width of a row's cells in its mean magnitudes, where experts' codes are those of one step a row: known once it is
+    /// [found](Self::find_step). Their records' lengths in `experts` are then what is to be expected.
     pub step: Option<f32>,
     /// With which experts' errors are fed back.
     pub statistics: Option<Statistics>,
@@ -589,19 +593,38 @@ impl Plan {
             }
         }
         let mut experts = ExpertFile::plan(manifest, |layer| encodings[&layer])?;
-        let step = match settings.coded_bpw {
-            Some(bpw) => {
-                experts.set_coded(&estimated_lengths(&experts, bpw));
-                let bpw = f64::from(bpw) / 100.0;
-                Some(find_step(checkpoint, &sources.experts, &experts.layers, bpw, statistics.as_ref())?)
-            }
-            None => None,
-        };
-        if settings.entropy && step.is_none() {
+        if let Some(bpw) = settings.coded_bpw {
+            experts.set_coded(&estimated_lengths(&experts, bpw));
+        } else if settings.entropy {
             let used: Vec<u64> = experts.records.iter().map(|record| record.used).collect();
             experts.set_coded(&used);
         }
-        Ok(Self { sources, provenance, experts, backbone, side_files, step, statistics })
+        Ok(Self { sources, provenance, experts, backbone, side_files, step: None, statistics })
+    }
+
+    /// Finds the step of the experts' codes, where they are those of one, unless earlier work did: it must go on with
+    /// the same.
+    pub fn find_step(
+        &mut self,
+        checkpoint: &Checkpoint,
+        settings: &Settings,
+        earlier: Option<f32>,
+        progress: &dyn Progress,
+        stop: &AtomicBool,
+    ) -> Result<(), SculptError> {
+        let Some(bpw) = settings.coded_bpw else { return Ok(()) };
+        let search = StepSearch {
+            checkpoint,
+            experts: &self.sources.experts,
+            layers: &self.experts.layers,
+            statistics: self.statistics.as_ref(),
+            workers: workers::count(settings.threads, worker_bytes(self)),
+            progress,
+            stop,
+        };
+        let find = || search.find(f64::from(bpw) / 100.0);
+        self.step = Some(earlier.map_or_else(find, Ok)?);
+        Ok(())
     }
 
     /// Encodings of gate, up and down, layers that follow each other with the same ones in one line.

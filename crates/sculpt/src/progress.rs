@@ -8,6 +8,8 @@ pub trait Progress: Sync {
     fn start(&self, _total_bytes: u64) {}
     /// So many more of them are done.
     fn advance(&self, _bytes: u64) {}
+    /// To encode what this run encoded, so many bytes of the checkpoint's weights were read.
+    fn encoded(&self, _source_bytes: u64) {}
     /// Something that was decided.
     fn note(&self, _message: &str) {}
     /// Something odd that a person should read.

@@ -85,7 +85,7 @@ pub fn sculpt_of(
     let checkpoint = Checkpoint::open_of(checkpoint, settings.tokenizer.as_deref(), files)?;
     checkpoint.expect_samples(files)?;
     let settings = &settings.settled(checkpoint.is_coded());
-    let plan = Plan::new(&checkpoint, settings, cancel)?;
+    let mut plan = Plan::new(&checkpoint, settings, cancel)?;
     refuse_loss(&plan, settings)?;
     for warning in &plan.sources.warnings {
         progress.warn(&warning.to_string());
@@ -111,11 +111,11 @@ pub fn sculpt_of(
         let _ = fs::remove_dir(&partial.dir);
         return Ok(Outcome::AlreadyComplete);
     }
-    let work =
-        Work { checkpoint: &checkpoint, files, plan: &plan, settings, partial: &partial, progress, cancel };
-    let pieces = match partial.inspect(&plan.provenance, &checkpoint.identity()?, settings.force)? {
+    let total = plan.total_bytes();
+    let check = |allowed: &[&str]| read_back(&partial, (total, allowed), settings, progress, cancel);
+    let mut pieces = match partial.inspect(&plan.provenance, &checkpoint.identity()?, settings.force)? {
         Found::Whole => {
-            if work.check(&[])?.is_empty() {
+            if check(&[])?.is_empty() {
                 give_name(&partial, vault, progress)?;
                 return Ok(Outcome::Created);
             }
@@ -129,8 +129,16 @@ pub fn sculpt_of(
             HashMap::new()
         }
     };
+    let earlier = pieces.remove(journal::STEP).map(f32::from_bits);
+    if let Err(e) = plan.find_step(&checkpoint, settings, earlier, progress, cancel) {
+        // Nothing is begun, unless earlier.
+        let _ = fs::remove_dir(&partial.dir);
+        return Err(e);
+    }
+    let work =
+        Work { checkpoint: &checkpoint, files, plan: &plan, settings, partial: &partial, progress, cancel };
     work.run(&pieces)?;
-    let problems = work.check(&[JOURNAL])?;
+    let problems = check(&[JOURNAL])?;
     if !problems.is_empty() {
         return Err(SculptError::ReadBack { path: partial.dir.clone(), problems });
     }
@@ -283,8 +291,12 @@ impl Work<'_> {
 
         // The journal is the first file and says for whom the others are.
         let journal_path = self.partial.file(JOURNAL);
+        let mut lines = String::new();
+        if let Some(step) = plan.step {
+            journal::push_piece(&mut lines, journal::STEP, step.to_bits());
+        }
         if pieces.is_empty() {
-            Journal::create(&journal_path, &plan.provenance, &self.checkpoint.identity()?, "")?;
+            Journal::create(&journal_path, &plan.provenance, &self.checkpoint.identity()?, &lines)?;
         }
         let most: u64 = match plan.experts.coded {
             true => plan.experts.data_offset + self.most_bytes(),
@@ -331,7 +343,6 @@ impl Work<'_> {
         let stages = self.stages(&items, &todo);
         self.check_space(total - done.load(Ordering::Relaxed), &stages)?;
 
-        let mut lines = String::new();
         for (i, crc) in crcs.iter().enumerate() {
             if let Some(&crc) = crc.get() {
                 let name = plan.item_name(items[i]);
@@ -346,6 +357,7 @@ impl Work<'_> {
         self.partial.sync()?;
         let ledger = Ledger::new(journal_path, journal, [&data.experts.0, &data.backbone.0], total);
 
+        let read_before = self.checkpoint.bytes_read();
         self.progress.phase("encoding");
         self.progress.start(total);
         self.progress.advance(done.load(Ordering::Relaxed));
@@ -388,6 +400,7 @@ impl Work<'_> {
             Err(e) => return Err(e),
             Ok(false) => return Err(cancelled()),
         }
+        self.progress.encoded(self.checkpoint.bytes_read() - read_before);
         let crcs: Vec<u32> = crcs.iter().map(|crc| *crc.get().expect("all items are done")).collect();
         let mut experts = plan.experts.clone();
         if experts.coded {
@@ -512,18 +525,22 @@ impl Work<'_> {
         file.sync_all().map_err(SculptError::io("write", &path))?;
         Ok(smoe_format::crc::crc32c(&bytes))
     }
+}
 
-    /// Reads everything back; the problems.
-    fn check(&self, allowed: &[&str]) -> Result<Vec<verify::Problem>, SculptError> {
-        let threads = self.settings.threads;
-        match verify::check_directory(&self.partial.dir, allowed, threads, self.progress, self.cancel) {
-            Ok(report) => Ok(report.problems),
-            Err(SculptError::Stopped) => {
-                let total = self.plan.total_bytes();
-                Err(SculptError::Cancelled { partial: self.partial.dir.clone(), done: total, total })
-            }
-            Err(e) => Err(e),
+/// Reads everything back, `total` bytes; the problems.
+fn read_back(
+    partial: &Partial,
+    (total, allowed): (u64, &[&str]),
+    settings: &Settings,
+    progress: &dyn Progress,
+    cancel: &AtomicBool,
+) -> Result<Vec<verify::Problem>, SculptError> {
+    match verify::check_directory(&partial.dir, allowed, settings.threads, progress, cancel) {
+        Ok(report) => Ok(report.problems),
+        Err(SculptError::Stopped) => {
+            Err(SculptError::Cancelled { partial: partial.dir.clone(), done: total, total })
         }
+        Err(e) => Err(e),
     }
 }
 

@@ -11,7 +11,7 @@ use crate::error::SculptError;
 use crate::source::evened;
 
 /// Raised when the same settings give other bytes than before.
-const CODEC: u32 = 2;
+const CODEC: u32 = 3;
 /// Columns that share a scale in the backbone.
 const BACKBONE_GROUP: usize = 64;
 
@@ -45,8 +45,9 @@ pub struct Settings {
     pub lossless: bool,
     /// Entropy-code the experts' records; needs 4-bit codes, whoever made them.
     pub entropy: bool,
-    /// Hundredths of a bit that an expert's weight may take on the disk, 150 to 390, scales counted, padding not:
-    /// codes are then those of one step a row, as wide as that allows. Needs `entropy`; without it, codes are those
+    /// Hundredths of a bit that an expert's weight takes on the disk, 150 to 390, about (by a sample of the experts),
+    /// scales counted, padding not: codes are then those of one step a row, as wide as that allows. Needs `entropy`;
+    /// without it, codes are those
     /// of `bits` and `group`, or the checkpoint's, and take what they take.
     pub coded_bpw: Option<u16>,
     /// Where tokenizer and templates are, if not beside the weights or in them.
@@ -471,7 +472,7 @@ mod tests {
         let line = |settings: &Settings| settings.canonical(None);
         let base = Settings::default();
         let plain = Settings { recipe: Recipe::Absmax, ..base.clone() };
-        assert_eq!(line(&plain), "codec=2 experts=q4/64 backbone=q8/64 max-layers=all max-experts=all");
+        assert_eq!(line(&plain), "codec=3 experts=q4/64 backbone=q8/64 max-layers=all max-experts=all");
         assert_eq!(line(&base), format!("{} recipe=searched levels=fitted", line(&plain)));
         for settings in [&base, &plain] {
             assert_eq!(Recipe::of(Some(&line(settings))), settings.recipe);

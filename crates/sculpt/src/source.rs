@@ -13,6 +13,7 @@ mod stacked;
 
 use std::ops::Range;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use smoe_format::half::{f16_to_f32, f32_to_f16};
 use smoe_format::tile::ROWS;
@@ -31,6 +32,8 @@ pub(crate) struct Shard {
     pub len: u64,
     /// Everything before the data.
     pub header: Vec<u8>,
+    /// Bytes of weights that were read.
+    pub read: AtomicU64,
 }
 
 /// A place in a shard.
@@ -321,6 +324,7 @@ impl Files<'_> {
     /// Fills `out` from `at` on.
     pub fn read(self, at: At, out: &mut [u8]) -> Result<(), SculptError> {
         let shard = &self.0[at.shard];
+        shard.read.fetch_add(out.len() as u64, Ordering::Relaxed);
         shard.file.read_exact_at(out, at.offset).map_err(SculptError::io("read", &shard.path))
     }
 
@@ -557,6 +561,7 @@ mod tests {
             file: Box::new(file),
             len: 0,
             header: Vec::new(),
+            read: AtomicU64::new(0),
         }];
         let form = Form::Float { at: At { shard: 0, offset: 0 }, ty: Encoding::F32 };
         let (rows, order, part) = (heads * of, Order::Plain, Part::Whole);

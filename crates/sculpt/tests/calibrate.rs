@@ -3,13 +3,15 @@
 
 mod common;
 
-use std::path::Path;
-use std::sync::atomic::AtomicBool;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use common::{Random, Tiny, Type, Vault, files, run, settings};
 use smoe_sculpt::calibrate::{Document, Head, collect};
 use smoe_sculpt::{
-    BackboneBits, Levels, Recipe, SculptError, Settings, compare_codes, dry_run, read_head, verify,
+    BackboneBits, Levels, Outcome, Progress, Recipe, SculptError, Settings, compare_codes, dry_run,
+    read_head, sculpt, verify,
 };
 
 static NEVER: AtomicBool = AtomicBool::new(false);
@@ -141,4 +143,149 @@ fn a_budget_is_kept_and_down_has_most_of_it() {
     }
     let too_few = run(&checkpoint, &dir.path().join("few"), &with("2")).unwrap_err();
     assert!(matches!(too_few, SculptError::Setting { flag: "--bpw", .. }), "{too_few}");
+}
+
+/// A checkpoint, its statistics, and settings under which they decide codes of a number of bits.
+struct Calibrated {
+    dir: tempfile::TempDir,
+    settings: Settings,
+}
+
+impl Calibrated {
+    fn new(seed: u64) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        // Wide enough that what a record has besides codes is little.
+        let mut config = Tiny::qwen3(Type::Bf16, seed).config;
+        for (key, value) in [("hidden_size", 192), ("moe_intermediate_size", 128), ("num_experts", 8)] {
+            config[key] = value.into();
+        }
+        Tiny::fill(config, Type::Bf16, seed).write(&at("checkpoint"), 0);
+        run(&at("checkpoint"), &at("plain"), &settings(4, BackboneBits::Bf16)).unwrap();
+        statistics(&at("plain"), &at("stats"), seed);
+        let settings = Settings {
+            recipe: Recipe::Searched,
+            calibration: Some(at("stats")),
+            entropy: true,
+            coded_bpw: Some(325),
+            group: 64,
+            threads: Some(2),
+            ..settings(4, BackboneBits::Q8)
+        };
+        Self { dir, settings }
+    }
+
+    fn at(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    /// Sculpts, watched; stops as soon as the phase `stop` advances.
+    fn watched(
+        &self,
+        vault: &str,
+        stop: Option<&'static str>,
+    ) -> (Result<Outcome, SculptError>, Vec<String>) {
+        let watch = Phases { stop, stopped: AtomicBool::new(false), names: Mutex::default() };
+        let outcome = sculpt(&self.at("checkpoint"), &self.at(vault), &self.settings, &watch, &watch.stopped);
+        (outcome, watch.names.into_inner().unwrap())
+    }
+}
+
+struct Phases {
+    stop: Option<&'static str>,
+    stopped: AtomicBool,
+    names: Mutex<Vec<String>>,
+}
+
+impl Progress for Phases {
+    fn phase(&self, name: &str) {
+        self.names.lock().unwrap().push(name.to_owned());
+    }
+
+    fn advance(&self, bytes: u64) {
+        if bytes > 0 && self.names.lock().unwrap().last().map(String::as_str) == self.stop {
+            self.stopped.store(true, Ordering::Relaxed);
+        }
+    }
+}
+
+const STEP: &str = "finding the step";
+
+#[test]
+fn the_step_is_found_once_and_finding_it_can_be_stopped() {
+    let case = Calibrated::new(61);
+    let found = |phases: &[String]| phases.iter().filter(|name| *name == STEP).count();
+
+    let (stopped, phases) = case.watched("v", Some(STEP));
+    assert!(matches!(stopped, Err(SculptError::Stopped)), "{stopped:?}");
+    assert_eq!((found(&phases), phases.iter().any(|name| name == "encoding")), (1, false), "{phases:?}");
+    assert!(!case.at(".v.partial").exists() && !case.at("v").exists());
+
+    // Stopped later it is kept, and the vault is the one of a run that was not stopped.
+    let (stopped, phases) = case.watched("v", Some("encoding"));
+    assert!(matches!(stopped, Err(SculptError::Cancelled { .. })), "{stopped:?}");
+    assert_eq!(found(&phases), 1, "{phases:?}");
+    let (made, phases) = case.watched("v", None);
+    assert_eq!((made.unwrap(), found(&phases)), (Outcome::Created, 0), "{phases:?}");
+    let (made, phases) = case.watched("w", None);
+    assert_eq!((made.unwrap(), found(&phases)), (Outcome::Created, 1), "{phases:?}");
+    assert!(files(&case.at("v")) == files(&case.at("w")));
+
+    // Nor is it found for a vault that is there, or for who only asks.
+    let (again, phases) = case.watched("v", None);
+    assert_eq!((again.unwrap(), found(&phases)), (Outcome::AlreadyComplete, 0), "{phases:?}");
+    dry_run(&case.at("checkpoint"), None, &case.settings, &NEVER).unwrap();
+}
+
+#[test]
+fn calibrated_codes_keep_the_budget() {
+    let case = Calibrated::new(62);
+    for bpw in [220, 325, 380] {
+        // Of two layers three experts each: the sample is all of them.
+        for (max_experts, most) in [(Some(3), 0.0), (None, 0.05)] {
+            let name = format!("{bpw}-{max_experts:?}");
+            let settings = Settings { coded_bpw: Some(bpw), max_experts, ..case.settings.clone() };
+            run(&case.at("checkpoint"), &case.at(&name), &settings).unwrap();
+            let experts = read_head(&case.at(&name)).unwrap();
+            let bytes: u64 = experts.records.iter().map(|record| record.used).sum();
+            let weights: usize = experts
+                .layers
+                .iter()
+                .flat_map(|layer| layer.tensors.map(|t| t.rows * t.cols * layer.n_experts as usize))
+                .sum();
+            let (found, wanted) = (8.0 * bytes as f64 / weights as f64, f64::from(bpw) / 100.0);
+            assert!(found <= wanted + most && found > wanted - 0.1, "{name}: {found}");
+        }
+    }
+}
+
+/// Counts what is read of a checkpoint.
+#[derive(Default)]
+struct Read(AtomicU64);
+
+impl Progress for Read {
+    fn encoded(&self, source_bytes: u64) {
+        self.0.fetch_add(source_bytes, Ordering::Relaxed);
+    }
+}
+
+#[test]
+fn what_a_cut_model_reads_of_its_checkpoint_is_its_own_part() {
+    let dir = tempfile::tempdir().unwrap();
+    let checkpoint = dir.path().join("checkpoint");
+    let tiny = Tiny::qwen3(Type::Bf16, 63);
+    tiny.write(&checkpoint, 2);
+    let read = |name: &str, max_experts| {
+        let settings = Settings { max_experts, ..settings(4, BackboneBits::Q8) };
+        let read = Read::default();
+        sculpt(&checkpoint, &dir.path().join(name), &settings, &read, &NEVER).unwrap();
+        read.0.into_inner()
+    };
+    let bytes = |of: &dyn Fn(&str) -> bool| -> u64 {
+        tiny.tensors.iter().filter(|(name, _)| of(name)).map(|(_, tensor)| tensor.bytes.len() as u64).sum()
+    };
+    assert_eq!(read("whole", None), bytes(&|_| true));
+    let left_out = |name: &str| ["experts.3.", "experts.4.", "experts.5."].iter().any(|n| name.contains(n));
+    let router = bytes(&|name| name.ends_with("mlp.gate.weight"));
+    assert_eq!(read("cut", Some(3)), bytes(&|name| !left_out(name)) - router / 2);
 }

@@ -12,6 +12,7 @@ mod score;
 mod texts;
 mod validity;
 
+use std::num::NonZero;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
@@ -42,7 +43,7 @@ pub struct Args {
     /// Only the first N dialogues, or with --gguf N windows that judge; the table is then printed and not written,
     /// unless --out is given
     #[arg(long, value_name = "N")]
-    dialogues: Option<usize>,
+    dialogues: Option<NonZero<usize>>,
     /// Where the table goes [default: docs/experiments/fidelity.md]
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
@@ -188,6 +189,7 @@ pub fn run(args: &Args) -> Result<()> {
     if let Some(gguf) = &args.gguf {
         return dense::run(args, gguf);
     }
+    ready(args, report::MARKS)?;
     let start = Instant::now();
     // Asked now: by the end HEAD may have moved.
     let commit = workspace::commit();
@@ -195,18 +197,14 @@ pub fn run(args: &Args) -> Result<()> {
         Some(path) => (path.clone(), false),
         None => (shared_path("demo-model").ok_or("name a checkpoint with --checkpoint")?, true),
     };
-    let texts = Texts::dialogues(&checkpoint, args.dialogues)?;
+    let texts = Texts::dialogues(&checkpoint, args.dialogues.map(NonZero::get))?;
     let scratch = tempfile::tempdir()?;
     // Room for all experts of the demo model; what a vault does not need is not claimed.
     let mut subjects = open_all(&Recipe::all(), &checkpoint, &texts, &scratch, 512 << 20)?;
     judge(&mut subjects, &texts, start)?;
 
-    let mut command = "cargo xtask fidelity".to_owned();
-    if let Some(n) = args.dialogues {
-        command += &format!(" --dialogues {n}");
-    }
     let report = Report {
-        command,
+        command: command(args),
         commit,
         machine: machine(&subjects),
         model: if is_demo { "demo-model".to_owned() } else { checkpoint.display().to_string() },
@@ -222,13 +220,34 @@ pub fn run(args: &Args) -> Result<()> {
     write(args, report::MARKS, &text)
 }
 
+/// What was run, files by what they are.
+fn command(args: &Args) -> String {
+    let mut command = "cargo xtask fidelity".to_owned();
+    for (flag, given) in [
+        (" --checkpoint DIR", args.checkpoint.is_some()),
+        (" --gguf FILE", args.gguf.is_some()),
+        (" --text FILE", args.text.is_some()),
+        (" --out FILE", args.out.is_some()),
+    ] {
+        command += if given { flag } else { "" };
+    }
+    args.dialogues.map_or(command.clone(), |n| format!("{command} --dialogues {n}"))
+}
+
+/// Where the table goes; a part of it is printed only.
+fn destination(args: &Args) -> Option<PathBuf> {
+    let usual = || workspace::root().join("docs/experiments/fidelity.md");
+    args.out.clone().or_else(|| args.dialogues.is_none().then(usual))
+}
+
+/// Refuses, before hours of work, a place where the table cannot go.
+fn ready(args: &Args, marks: report::Marks) -> Result<()> {
+    destination(args).map_or(Ok(()), |path| report::around(&path, marks).map(|_| ()))
+}
+
 /// Puts a table where the arguments say.
 fn write(args: &Args, marks: report::Marks, text: &str) -> Result<()> {
-    match (&args.out, args.dialogues) {
-        (Some(path), _) => report::write(path, marks, text),
-        (None, None) => report::write(&workspace::root().join("docs/experiments/fidelity.md"), marks, text),
-        (None, Some(_)) => Ok(()),
-    }
+    destination(args).map_or(Ok(()), |path| report::write(&path, marks, text))
 }
 
 fn machine(subjects: &[Subject]) -> String {
@@ -316,4 +335,52 @@ fn open(recipe: Recipe, checkpoint: &Path, scratch: &TempDir, memory: u64) -> Re
         weight_bits: 8.0 * bytes as f64 / weights as f64,
         scores: Scores::default(),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser as _;
+
+    use super::*;
+
+    #[derive(clap::Parser)]
+    struct Cli {
+        #[command(flatten)]
+        args: Args,
+    }
+
+    fn parse(line: &str) -> std::result::Result<Args, clap::Error> {
+        Cli::try_parse_from(line.split(' ')).map(|cli| cli.args)
+    }
+
+    #[test]
+    fn the_report_names_the_command_that_was_run() {
+        for (line, expected) in [
+            ("x", "cargo xtask fidelity"),
+            ("x --dialogues 9", "cargo xtask fidelity --dialogues 9"),
+            ("x --gguf a.gguf", "cargo xtask fidelity --gguf FILE"),
+            (
+                "x --gguf a --text b --dialogues 2 --out c",
+                "cargo xtask fidelity --gguf FILE --text FILE --out FILE --dialogues 2",
+            ),
+        ] {
+            assert_eq!(command(&parse(line).unwrap()), expected);
+        }
+        assert!(parse("x --dialogues 0").is_err());
+    }
+
+    #[test]
+    fn a_place_where_no_table_can_go_is_refused_before_any_work() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name).display().to_string();
+        std::fs::write(at("prose.md"), "no marks").unwrap();
+        let refused = |line: &str| run(&parse(line).unwrap()).unwrap_err().to_string();
+        let model = at("model.gguf");
+        std::fs::write(&model, "no model").unwrap();
+        for how in [String::new(), format!(" --gguf {model}")] {
+            assert!(refused(&format!("x{how} --out {}", at("prose.md"))).contains("missing"), "{how}");
+            let nowhere = refused(&format!("x{how} --out {}", at("none/table.md")));
+            assert!(nowhere.contains("no directory"), "{nowhere}");
+        }
+    }
 }

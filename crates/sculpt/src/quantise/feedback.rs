@@ -306,4 +306,23 @@ mod tests {
             assert!((b / a - 1.0).abs() < 2e-3, "{step}: {b} {a}");
         }
     }
+
+    #[test]
+    fn no_group_that_feedback_brings_onto_the_grid_of_its_row_loses_its_scale() {
+        // The grid of a row reaches to 2.2 deviations, so that most rows have no group that fits it; some groups, their
+        // largest weight being just beyond, do once errors are fed back.
+        let (rows, cols, step) = (320, 6 * 128, 0.35);
+        let mut random = Random::new(12);
+        let weights: Vec<f32> = (0..rows * cols).map(|_| 0.02 * random.bell() as f32).collect();
+        let uniform = Uniform::new(4, 128, Zero::Symmetric).expect("valid");
+        let encoding = Encoding::Uniform(uniform);
+        let mut out = vec![0; encoding.tensor_bytes(rows, cols).expect("small")];
+        let feedback = Feedback::new(Kernels::detect(), &hessian(cols, 300, 5));
+        encode_with_feedback(Kernels::detect(), encoding, Some(step), &feedback, &weights, cols, &mut out);
+        for (i, tile) in out.chunks_exact(uniform.tile_bytes()).enumerate() {
+            for row in 0..ROWS {
+                assert!(uniform.scale(tile, row).0 > 0.0, "tile {i} row {row}");
+            }
+        }
+    }
 }

@@ -8,6 +8,7 @@ mod tokenizer;
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicU64;
 
 use serde_json::Value as Json;
 use smoe_format::Encoding;
@@ -234,7 +235,7 @@ fn read(
     let mut header = vec![0; data.min(len) as usize];
     file.read_exact_at(&mut header, 0).map_err(SculptError::io("read", path))?;
     let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
-    Ok((Shard { name, path: path.to_owned(), file, len, header }, metadata, tensors))
+    Ok((Shard { name, path: path.to_owned(), file, len, header, read: AtomicU64::new(0) }, metadata, tensors))
 }
 
 /// Reads a header from its start.

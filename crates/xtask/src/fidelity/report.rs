@@ -224,17 +224,29 @@ pub fn with_error(mean: &DocumentMean) -> String {
     format!("{value:.places$} ± {standard_error:.places$}")
 }
 
-/// Puts `text` between the marks of the file at `path`; a file that is not there is begun.
-pub fn write(path: &Path, (begin, end): Marks, text: &str) -> Result<()> {
+/// What stands before and after the table in the file at `path`, marks included; a file that is not there is begun.
+pub fn around(path: &Path, (begin, end): Marks) -> Result<(String, String)> {
     let old = match std::fs::read_to_string(path) {
         Ok(old) => old,
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => format!("# Fidelity\n\n{begin}\n{end}\n"),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
+            let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+            if parent.is_some_and(|parent| !parent.is_dir()) {
+                return Err(format!("{}: there is no directory to write it to", path.display()).into());
+            }
+            format!("# Fidelity\n\n{begin}\n{end}\n")
+        }
         Err(e) => return Err(format!("{}: {e}", path.display()).into()),
     };
     let marks = old.split_once(begin).and_then(|(head, rest)| Some((head, rest.split_once(end)?.1)));
     let (head, tail) =
         marks.ok_or_else(|| format!("{}: the lines `{begin}` and `{end}` are missing", path.display()))?;
-    std::fs::write(path, format!("{head}{begin}\n\n{text}\n{end}{tail}"))?;
+    Ok((format!("{head}{begin}"), format!("{end}{tail}")))
+}
+
+/// Puts `text` between the marks of the file at `path`; a file that is not there is begun.
+pub fn write(path: &Path, marks: Marks, text: &str) -> Result<()> {
+    let (head, tail) = around(path, marks)?;
+    std::fs::write(path, format!("{head}\n\n{text}\n{tail}"))?;
     eprintln!("written to {}", path.display());
     Ok(())
 }

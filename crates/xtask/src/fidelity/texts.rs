@@ -60,9 +60,8 @@ impl Texts {
         }
         let judging = judging.unwrap_or(JUDGING).min(windows.len() / 4);
         if judging == 0 {
-            return Err(
-                format!("the text has {} windows of {WINDOW} tokens, 4 are too few", windows.len()).into()
-            );
+            let what = format!("the text has {} windows of {WINDOW} tokens, and 4 are needed", windows.len());
+            return Err(what.into());
         }
         let apart = windows.len() * 3 / 4;
         let mut list = Vec::new();
