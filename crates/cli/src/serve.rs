@@ -1,6 +1,7 @@
 //! `smoe serve`: the fleet over HTTP until Ctrl-C or SIGTERM.
 
 use std::path::{Path, PathBuf};
+use std::pin::pin;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -67,24 +68,22 @@ pub fn serve(args: &ServeArgs) -> Result<(), Failure> {
         let server = Server::bind(config, fleet).await.map_err(|e| Failure::new(e.to_string()))?;
         let address = server.address()?;
         eprintln!("serving on http://{address} · console at http://{address}/ · Ctrl-C ends");
-        let looking = rests.map(|rests| tokio::spawn(look(rests)));
-        server.run(interrupted()).await;
-        if let Some(looking) = looking {
-            looking.abort();
+        let Some(mut rests) = rests else {
+            server.run(interrupted()).await;
+            return Ok(());
+        };
+        {
+            let mut running = pin!(server.run(interrupted()));
+            while tokio::time::timeout(LOOK, &mut running).await.is_err() {
+                rests.look();
+            }
         }
+        rests.end();
         Ok(())
     });
     // The server has given everything its time; a thread that a disk still holds up must not hold up the end.
     runtime.shutdown_background();
     served
-}
-
-/// Shows what each stretch of work cost, until it is aborted.
-async fn look(mut rests: Rests) {
-    loop {
-        rests.look();
-        tokio::time::sleep(LOOK).await;
-    }
 }
 
 /// Comes with Ctrl-C or SIGTERM; a second one ends the process.
