@@ -327,15 +327,16 @@ impl Engine {
         })
     }
 
-    /// What decoding will do, memory streaming at this speed; of the device only before the first token and expert.
+    /// What decoding will do, the processor going through weights at this speed
+    /// ([`weights_rate`](crate::forecast::weights_rate)); of the device only before the first token and expert.
     ///
     /// # Errors
     /// If the device fails.
-    pub fn forecast(&mut self, vault: &Vault, memory_bytes_per_s: f64) -> Result<Forecast, EngineError> {
+    pub fn forecast(&mut self, vault: &Vault, weights_bytes_per_s: f64) -> Result<Forecast, EngineError> {
         let rates = self.backend.measure()?;
         let tier = self.backend.tier();
         let device = tier.as_ref().map(|tier| &tier.plan).zip(rates);
-        Ok(forecast(&self.spec, &Touched::of(vault), memory_bytes_per_s, device))
+        Ok(forecast(&self.spec, &Touched::of(vault), weights_bytes_per_s, device))
     }
 
     /// For tests that put something around it.
