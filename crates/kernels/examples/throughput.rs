@@ -242,6 +242,8 @@ fn bench_tables(kernels: Kernels, passes: usize) {
 
 /// Width of the model and of an expert: Qwen3-30B-A3B.
 const EXPERT: [usize; 2] = [2048, 768];
+/// Experts of one call, as the engine has it.
+const CALL: usize = 32;
 
 /// An expert of 4-bit tensors that lie one after the other.
 fn expert<'a>(bytes: &'a [u8], expert: usize, tokens: &'a [u32]) -> ExpertCall<'a> {
@@ -294,9 +296,9 @@ fn bench_experts(kernels: Kernels, passes: usize) {
             let input = Input::new(&[], 512, &coded);
             let chosen: Vec<u32> = (0..each as u32).map(|i| i * 8 % 512 + i / 64).collect();
             let calls: Vec<ExpertCall<'_>> = (0..n_experts).map(|e| expert(&bytes, e, &chosen)).collect();
-            let mut out = vec![0.0; 16 * each * d_model];
+            let mut out = vec![0.0; CALL * each * d_model];
             let time = seconds(passes, || {
-                for calls in calls.chunks(16) {
+                for calls in calls.chunks(CALL) {
                     expert_ffn(&pool, kernels, calls, Activation::SwiGlu, &input, &mut scratch, &mut out);
                 }
             });
@@ -352,9 +354,9 @@ fn bench_clients(kernels: Kernels, passes: usize) {
     };
     measure("union of 46 experts", tokens.len(), &mut |first| {
         let mut pairs = 0;
-        for (chunk, tokens) in tokens.chunks(16).enumerate() {
+        for (chunk, tokens) in tokens.chunks(CALL).enumerate() {
             let calls: Vec<ExpertCall<'_>> =
-                tokens.iter().enumerate().map(|(i, t)| expert(&bytes, first + chunk * 16 + i, t)).collect();
+                tokens.iter().enumerate().map(|(i, t)| expert(&bytes, first + chunk * CALL + i, t)).collect();
             pairs = tokens.iter().map(Vec::len).sum();
             let out = &mut out[..pairs * d_model];
             expert_ffn(&pool, kernels, &calls, Activation::SwiGlu, &input, &mut scratch, out);

@@ -196,6 +196,7 @@ mod tests {
         let mut clock = PhaseClock::new(meters.phases.clone());
         let work = move |n| {
             for _ in 0..n {
+                clock.begin_step();
                 clock.switch(Phase::Experts);
                 clock.end_step();
             }
