@@ -103,7 +103,9 @@ fn int8_activations_stay_close_to_the_exact_product() {
         // Medians measured 4e-4 to 4e-3, and 1.3e-2 where states carry errors on (qwen3_next, with a layer more); means 3e-3
         // to 7e-2; but a token that goes to other experts gets another answer of these random models (one of
         // glm_moe_dsa's 6.1, which makes its mean 0.2). A kernel that is wrong is at 1 and more at every token.
-        assert!(median < 3e-2 && mean < 0.4, "{name}: median {median}, mean {mean}");
+        let is_touchy = model.spec.delta.is_some() || model.spec.attention.indexer.is_some();
+        let [most_median, most_mean] = if is_touchy { [3e-2, 0.4] } else { [1e-2, 5e-2] };
+        assert!(median < most_median && mean < most_mean, "{name}: median {median}, mean {mean}");
     }
 }
 

@@ -211,8 +211,15 @@ pub fn delta_net(
         let later = &runs[i + 1..];
         assert!(run.from.is_none_or(|from| from == run.to || apart(from, run.to)), "{run:?}");
         assert!(later.iter().all(|l| apart(l.to, run.to) && l.from.is_none_or(|f| apart(f, run.to))));
+        assert!(
+            later.iter().all(|l| run.from.is_none_or(|from| apart(from, l.to))),
+            "{run:?} before {later:?}"
+        );
         assert!(marks.iter().all(|m| fits(m.to) && apart(m.to, run.to)), "{marks:?} in {run:?}");
         assert!(marks.iter().all(|m| run.from.is_none_or(|from| apart(m.to, from))), "{marks:?} in {run:?}");
+    }
+    for (i, mark) in marks.iter().enumerate() {
+        assert!(marks[i + 1..].iter().all(|other| other.to.abs_diff(mark.to) >= len), "{marks:?}");
     }
     let (memory, out) = (Shared::new(memory), Shared::new(out));
     let (room, part) = (Shared::new(&mut scratch.floats), Unit::floats(shape));

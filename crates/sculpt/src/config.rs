@@ -291,6 +291,9 @@ impl<'a> Keys<'a> {
             groups: self.groups(family)?,
             routed_scale: match self.get("routed_scaling_factor") {
                 Some(value) if router.scale => number("routed_scaling_factor", value)?,
+                None if router.scale && family.indexer.is_some() => {
+                    return Err(bad("routed_scaling_factor", None, "a number"));
+                }
                 None if router.scale => self.default("routed_scaling_factor", 1.0),
                 _ => 1.0,
             },
@@ -315,6 +318,10 @@ impl<'a> Keys<'a> {
             return Ok(None);
         }
         match (self.optional_size("n_group")?, self.optional_size("topk_group")?) {
+            // What is left out means other numbers in other versions of these.
+            (None, None) if family.indexer.is_some() => {
+                Err(bad("n_group", None, "a number (1 for no groups)"))
+            }
             (None, None) => Ok(None),
             (Some(n), Some(top)) if n == top => Ok(None),
             (Some(n), Some(top)) => Ok(Some(GroupSpec { n, top, score })),

@@ -241,8 +241,10 @@ fn is_softmax(v: &Value) -> bool {
 fn is_sigmoid(v: &Value) -> bool {
     v == "sigmoid"
 }
+/// By the names that versions of transformers write.
 fn is_indexed_attention(v: &Value) -> bool {
-    v.as_array().is_some_and(|layers| layers.iter().all(|layer| layer == "indexed_attention"))
+    let is_indexed = |layer: &Value| layer == "indexed_attention" || layer == "deepseek_sparse_attention";
+    v.as_array().is_some_and(|layers| layers.iter().all(is_indexed))
 }
 fn are_full(v: &Value) -> bool {
     v.as_array().is_some_and(|layers| layers.iter().all(|layer| layer == "full"))
@@ -493,7 +495,11 @@ const SPARSE: Family = Family {
     rotary: Rotary::Neighbours,
     kv_heads_optional: true,
     only: &[
-        only("layer_types", is_indexed_attention, "\"indexed_attention\" in every layer"),
+        only(
+            "layer_types",
+            is_indexed_attention,
+            "\"indexed_attention\" or \"deepseek_sparse_attention\" in every layer",
+        ),
         only("rope_interleave", is_true, "true (neighbours are rotated)"),
         only("moe_layer_freq", is_one, "1"),
         only("scoring_func", is_sigmoid, "\"sigmoid\""),

@@ -210,6 +210,7 @@ fn what_a_family_cannot_compute_is_refused_by_key() {
         (minimax_m2(), "attn_type_list", json!([0, 1, 1])),
         (minimax_m2(), "sliding_window", json!(128)),
         (sparse("glm_moe_dsa"), "index_topk", Value::Null),
+        (sparse("deepseek_v32"), "routed_scaling_factor", Value::Null),
         (sparse("glm_moe_dsa"), "index_n_heads", json!("many")),
         (sparse("glm_moe_dsa"), "indexer_types", json!(["full", "full", "shared"])),
         (sparse("glm_moe_dsa"), "index_topk_freq", json!(4)),
@@ -289,6 +290,21 @@ fn keys_that_are_silent_mean_what_the_reference_takes() {
     let full = json!(["full_attention", "full_attention", "full_attention"]);
     assert!(with(gpt_oss(), "layer_types", full).0.windows.is_empty());
     assert_eq!(read(&gpt_oss()).0.windows, [128, 0, 128]);
+}
+
+#[test]
+fn sparse_attention_has_the_names_of_two_versions() {
+    for name in ["indexed_attention", "deepseek_sparse_attention"] {
+        let mut config = sparse("glm_moe_dsa");
+        config["layer_types"] = json!([name, name, name]);
+        assert!(read(&config).0.attention.indexer.is_some(), "{name}");
+    }
+    let mut config = sparse("deepseek_v32");
+    for key in ["n_group", "topk_group"] {
+        config.as_object_mut().unwrap().remove(key);
+    }
+    let error = spec_from_config(&config).unwrap_err().to_string();
+    assert!(error.contains("n_group"), "{error}");
 }
 
 #[test]

@@ -153,6 +153,7 @@ impl Engine {
                 self.leave_device(&fallback, why).and_then(|()| self.compute(sessions, control, on_logits));
         }
         if let Err(error) = done {
+            self.kv.begin_step();
             for session in sessions {
                 session.queue(&[], 0);
                 if !self.is_lost(session) {

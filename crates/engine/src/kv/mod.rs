@@ -533,8 +533,12 @@ impl KvCache {
         let tail = &tokens[tokens.len() / BLOCK * BLOCK..];
         let Some(&id) = self.sequences[seq.0 as usize].blocks.get(tokens.len() / BLOCK) else { return };
         let (_, parent) = self.end(seq);
-        let known = self.tree.longest(parent, tail).is_some_and(|(_, len)| len == tail.len());
-        if tail.is_empty() || known || self.tree.node(id).is_some() {
+        let known = self.tree.longest(parent, tail).filter(|(_, len)| *len == tail.len());
+        if let (Some((known, _)), Some(states), false) = (known, &mut self.states, tail.is_empty()) {
+            // That block may never have had a snapshot, or lost it.
+            states.replace(id, known);
+        }
+        if tail.is_empty() || known.is_some() || self.tree.node(id).is_some() {
             return;
         }
         // A shorter end of the same conversation has had its day.

@@ -19,6 +19,9 @@ use crate::backend::Row;
 /// Positions between snapshots of a long beginning that conversations may share, and of a long answer. A snapshot of
 /// Qwen3-Next-80B is 79 MB. EXP-ENGINE-09.
 const SPACING: usize = 16 * BLOCK;
+/// One in so many of all snapshots may be of a single step's spaced positions, at least one: a long prompt must not take
+/// those at the ends of others' conversations. EXP-ENGINE-09.
+const SPACED_SHARE: usize = 4;
 /// f32 of a cache line, on which states begin.
 const LINE: usize = 16;
 
@@ -139,8 +142,8 @@ impl States {
 
     /// A step is about to compute positions `from` to `to` of a sequence, whose blocks these are. Of a prompt a snapshot is
     /// taken at the last block edge before its last token, from which its answer can be generated again: each step of it
-    /// takes one, instead of the step before. Others are taken at every [`SPACING`]-th position, where all
-    /// conversations find them.
+    /// takes one, instead of the step before. Others are taken at [`SPACING`]-th positions, where all conversations
+    /// find them: the last ones of the step, so that a long one does not take every place.
     pub(super) fn expect(&mut self, seq: SeqId, from: usize, to: usize, blocks: &[u32]) {
         let edge = to.saturating_sub(1) / BLOCK * BLOCK;
         if to - from > 1 && !edge.is_multiple_of(SPACING) {
@@ -150,7 +153,8 @@ impl States {
                 Ordering::Less => {}
             }
         }
-        for n in (from / SPACING + 1..=to / SPACING).rev() {
+        let most = (self.snapshots.len() / SPACED_SHARE).max(1);
+        for n in (from / SPACING + 1..=to / SPACING).rev().take(most) {
             self.plan(seq, n * SPACING, false);
         }
     }

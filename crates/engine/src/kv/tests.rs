@@ -516,3 +516,66 @@ fn a_prompt_can_be_answered_again_from_its_last_edge() {
     assert_eq!(kv.truncate(seq, 1000), 512);
     assert_eq!(kv.truncate(seq, 0), 0);
 }
+
+/// A conversation of its own, in steps of at most `chunk`, its end kept.
+fn converse(kv: &mut KvCache, spec: &ModelSpec, tokens: &[u32], chunk: usize) {
+    let seq = kv.open().unwrap();
+    let mut from = kv.adopt(seq, &tokens[..tokens.len() - 1]);
+    while from < tokens.len() {
+        let to = (from + chunk).min(tokens.len());
+        kv.begin_step();
+        kv.reserve(seq, from, to).unwrap();
+        kv.expect(seq, from, to);
+        renew(kv, spec, seq, &tokens[..to], from, chunk);
+        kv.keep(&(from..to).map(|position| Row { seq, position: position as u32 }).collect::<Vec<_>>());
+        kv.commit(seq, &tokens[..to]);
+        from = to;
+    }
+    kv.commit_all(seq, tokens);
+    kv.close(seq);
+}
+
+/// How much of `tokens` a new sequence finds.
+fn found(kv: &mut KvCache, tokens: &[u32]) -> usize {
+    let seq = kv.open().unwrap();
+    let held = kv.adopt(seq, tokens);
+    kv.close(seq);
+    held
+}
+
+#[test]
+fn one_long_step_leaves_the_ends_of_others() {
+    let spec = smoe_testkit::TinyModel::qwen3_next(1).spec;
+    let mut kv = KvCache::new(&spec, KvType::F16, 8000, 4).unwrap().with_snapshots(&spec, 8);
+    let tokens = |who: u32, n: u32| -> Vec<u32> { (0..n).map(|i| who + i % 7).collect() };
+    for who in 0..2 {
+        converse(&mut kv, &spec, &tokens(100 * who, 50), 64);
+    }
+    // Its spaced positions would take every place, were a step not held to some of them.
+    let seq = kv.open().unwrap();
+    kv.begin_step();
+    kv.reserve(seq, 0, 4100).unwrap();
+    kv.expect(seq, 0, 4100);
+    // And it fails: what it had set aside can be had again.
+    kv.begin_step();
+    kv.truncate(seq, 0);
+    kv.close(seq);
+    for who in 0..2 {
+        assert_eq!(found(&mut kv, &tokens(100 * who, 60)), 50, "{who}");
+    }
+}
+
+#[test]
+fn an_end_that_is_known_gets_the_snapshot_that_it_has_lost() {
+    let spec = smoe_testkit::TinyModel::qwen3_next(1).spec;
+    let mut kv = KvCache::new(&spec, KvType::F16, 8000, 4).unwrap().with_snapshots(&spec, 2);
+    let tokens = |who: u32| -> Vec<u32> { (0..50).map(|i| who + i % 7).collect() };
+    converse(&mut kv, &spec, &tokens(0), 64);
+    assert_eq!(found(&mut kv, &[&tokens(0)[..], &[9; 9]].concat()), 50);
+    for who in 1..4 {
+        converse(&mut kv, &spec, &tokens(100 * who), 64);
+    }
+    assert_eq!(found(&mut kv, &[&tokens(0)[..], &[9; 9]].concat()), 0);
+    converse(&mut kv, &spec, &tokens(0), 64);
+    assert_eq!(found(&mut kv, &[&tokens(0)[..], &[9; 9]].concat()), 50);
+}

@@ -223,8 +223,13 @@ fn places_that_would_spoil_each_other_are_refused() {
         (vec![run(0..2, None, 0), run(2..4, None, len / 2)], vec![]),
         (vec![run(0..2, None, 0), run(2..4, Some(0), len)], vec![]),
         (vec![run(0..2, Some(len), 0)], vec![DeltaMark { row: 1, to: len }]),
+        (vec![run(0..2, Some(len), 0), run(2..4, None, len + len / 2)], vec![]),
+        (
+            vec![run(0..4, None, 0)],
+            vec![DeltaMark { row: 1, to: len }, DeltaMark { row: 2, to: len + len / 2 }],
+        ),
     ] {
-        let mut memory = vec![0.0; if runs[0].to == 1 { len } else { 2 * len }];
+        let mut memory = vec![0.0; if runs[0].to == 1 { len } else { 3 * len }];
         let kernels = Kernels::available()[0];
         let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             case.run((kernels, 1), 0..4, &mut memory, &runs, &marks);
