@@ -355,7 +355,7 @@ impl<'a> Keys<'a> {
 
     /// What mixes the tokens of each layer, and the shape of gated delta nets among it.
     fn hybrid(
-        &self,
+        &mut self,
         family: &Family,
         n_layers: usize,
     ) -> Result<(Vec<MixerKind>, Option<DeltaSpec>), SculptError> {
@@ -365,7 +365,10 @@ impl<'a> Keys<'a> {
         let key = "layer_types";
         let mixers = match self.get(key) {
             None => {
-                let interval = self.optional_size("full_attention_interval")?.unwrap_or(4);
+                let interval = match self.optional_size("full_attention_interval")? {
+                    Some(interval) => interval,
+                    None => self.default("full_attention_interval", 4),
+                };
                 if interval == 0 || n_layers > MAX_LAYERS {
                     let found = self.get("full_attention_interval");
                     return Err(bad("full_attention_interval", found, "above 0, of at most 4096 layers"));

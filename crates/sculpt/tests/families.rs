@@ -315,6 +315,11 @@ fn linear_layers_are_those_that_are_named_or_lie_between() {
     assert!(spec.attention.gate && spec.attention.qk_norm && spec.moe.shared_gate);
     assert_eq!(spec.rope_dim(), 4);
     let mut config = qwen3_next();
+    config.as_object_mut().unwrap().remove("full_attention_interval");
+    config["num_hidden_layers"] = json!(4);
+    let (spec, warnings) = read(&config);
+    assert_eq!((&spec.mixers[..], warnings.len()), (&[delta, delta, delta, full][..], 1), "{warnings:?}");
+    let mut config = qwen3_next();
     config["layer_types"] = json!(["full_attention", "linear_attention", "full_attention"]);
     assert_eq!(read(&config).0.mixers, [full, delta, full]);
     config["layer_types"] = json!(["full_attention", "full_attention", "full_attention"]);

@@ -6,46 +6,6 @@ use smoe_store::PAGE;
 
 use super::BLOCK;
 
-/// What one layer keeps per session.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum LayerKv {
-    /// Every position, in blocks (GQA, a latent, an indexer's keys).
-    Paged {
-        /// Bytes of a position.
-        bytes_per_token: usize,
-    },
-    /// The last `positions` only (sliding-window attention).
-    Window {
-        /// Bytes of a position.
-        bytes_per_token: usize,
-        /// Width of the window.
-        positions: usize,
-    },
-    /// A state of fixed size (linear attention). It has no history: no prefix can be shared or rolled back
-    /// without a snapshot (`states.rs`).
-    Recurrent {
-        /// Bytes of the state.
-        bytes: usize,
-    },
-}
-
-impl LayerKv {
-    /// What each layer of a model keeps.
-    #[must_use]
-    pub fn of(spec: &ModelSpec, kv_type: KvType) -> Vec<Self> {
-        let state = super::states::shape(spec).map_or(0, |shape| 4 * shape.state_len());
-        let of_layer = |layer| {
-            if spec.delta_of(layer).is_some() {
-                return Self::Recurrent { bytes: state };
-            }
-            let planes = planes_of(spec, kv_type, layer).into_iter().flatten();
-            Self::Paged { bytes_per_token: planes.map(|(heads, row_bytes)| heads * row_bytes).sum() }
-        };
-        (0..spec.n_layers()).map(of_layer).collect()
-    }
-}
-
 /// A thing that a layer keeps of each position.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Plane {

@@ -1,9 +1,10 @@
 //! The KV cache: what attention remembers of earlier positions.
 //!
-//! Families differ in what a layer keeps, so each layer states its kind ([`LayerKv`]). Keys and values are kept in
-//! blocks of [`BLOCK`] positions of all layers; a sequence holds a table of block numbers. Blocks that are complete
-//! can be shared by every sequence that begins with the same tokens (`prefix.rs`), also after the sequence that
-//! computed them has ended, and kept in a file (`spill.rs`) when memory is short or the process ends.
+//! Families differ in what a layer keeps, so each layer has its own planes ([`Geometry::plane`]), or a state of fixed size
+//! instead (`states.rs`). Keys and values are kept in blocks of [`BLOCK`] positions of all layers; a sequence holds a
+//! table of block numbers. Blocks that are complete can be shared by every sequence that begins with the same tokens
+//! (`prefix.rs`), also after the sequence that computed them has ended, and kept in a file (`spill.rs`) when memory is
+//! short or the process ends.
 //!
 //! ```text
 //! memory = block 0 | block 1 | ...
@@ -34,7 +35,7 @@ use smoe_store::{AlignedBuf, BlockFile, BlockFileError};
 
 use crate::EngineError;
 use crate::backend::Row;
-pub use geometry::{Geometry, LayerKv, Plane, PlaneGeometry};
+pub use geometry::{Geometry, Plane, PlaneGeometry};
 use prefix::{Key, Node, Tokens, Tree};
 pub use spill::{Opened, SpillConfig};
 use spill::{QUEUE, Spill};
@@ -132,17 +133,13 @@ impl KvCache {
     /// [`Self::with_snapshots`].
     ///
     /// # Errors
-    /// If a layer keeps something that no cache does yet, or there is no memory.
+    /// If there is no memory.
     pub fn new(
         spec: &ModelSpec,
         kv_type: KvType,
         positions: usize,
         sequences: usize,
     ) -> Result<Self, EngineError> {
-        let is_kept = |layer| matches!(layer, LayerKv::Paged { .. } | LayerKv::Recurrent { .. });
-        if let Some(kind) = LayerKv::of(spec, kv_type).into_iter().find(|&layer| !is_kept(layer)) {
-            return Err(EngineError::Unsupported { what: format!("a layer that keeps {kind:?}") });
-        }
         let geometry = Geometry::new(spec, kv_type);
         let n = positions.div_ceil(BLOCK);
         Ok(Self {
