@@ -8,8 +8,7 @@
 //! dense bytes / memory + sum over layers of max(missed bytes / disk, expert bytes / memory) + head bytes / memory
 //! ```
 //!
-//! with the missed bytes spread evenly over the layers, which makes the floor lower and the share of it that
-//! is reached smaller, never larger.
+//! with the misses of each layer of each token as they were counted.
 
 use std::time::Duration;
 
@@ -17,7 +16,7 @@ use serde_json::{Map, Value, json};
 use smoe_engine::ceiling::{self, DiskCeiling};
 use smoe_engine::forecast::{Forecast, Touched};
 use smoe_engine::{DirectIo, Engine, OpenMode, Vault};
-use smoe_meter::Phase;
+use smoe_meter::{Phase, StoreSnapshot};
 use smoe_store::FileDisk;
 
 use super::machine;
@@ -130,16 +129,16 @@ pub struct Facts {
     pub forecast: Option<Forecast>,
 }
 
-/// Seconds of a token in which nothing overlaps but a layer's reads with its experts.
-fn serial_floor_s(touched: &Touched, missed_bytes: f64, disk: f64, memory: f64) -> f64 {
-    step_floor_s(touched, touched.experts as f64 / touched.expert, missed_bytes, disk, memory)
-}
-
-/// The same of a step that needs so many experts in all its layers.
-pub fn step_floor_s(touched: &Touched, experts: f64, missed_bytes: f64, disk: f64, memory: f64) -> f64 {
-    let layers = touched.layers.max(1) as f64;
-    let layer = (missed_bytes / layers / disk).max(experts * touched.expert / layers / memory);
-    (touched.dense + touched.head) as f64 / memory + layers * layer
+/// Seconds of `steps` steps in which nothing overlaps but a layer's reads with its experts' arithmetic. A layer's
+/// misses are those that were counted; its experts' bytes are the mean of all layers and steps.
+pub fn serial_floor_s(touched: &Touched, store: &StoreSnapshot, steps: usize, around: &Around) -> f64 {
+    let record = store.disk_bytes as f64 / store.loads.max(1) as f64;
+    let by_misses = || store.demands_by_misses.pairs(store.demand_misses);
+    let demands: u64 = by_misses().map(|(_, demands)| demands).sum();
+    let asked = (store.demand_hits + store.demand_misses) as f64 / demands.max(1) as f64;
+    let experts = asked * touched.expert / around.memory;
+    let layers = by_misses().map(|(misses, n)| n as f64 * (misses * record / around.disk).max(experts));
+    steps as f64 * (touched.dense + touched.head) as f64 / around.memory + layers.sum::<f64>()
 }
 
 /// Machine, model and plan of a bench.
@@ -271,8 +270,7 @@ pub fn record(vault: &Vault, bench: &Bench, ceilings: &Ceilings, facts: &Facts) 
     let memory_best = ceilings.memory_rates.iter().copied().fold(f64::NAN, f64::max);
     record.spread("decode_memory_share_of_best", short.iter().map(|s| touched_gb_s(s) * 1e9 / memory_best));
     let floor_share = |s: &Stretch, around: &Around| {
-        let missed = s.store.disk_bytes as f64 / s.tokens as f64;
-        Some(serial_floor_s(&touched, missed, around.disk, around.memory) * s.rate())
+        Some(serial_floor_s(&touched, &s.store, s.tokens, around) / s.time.as_secs_f64())
     };
     record.spread("decode_serial_floor_share", pairs(runs, floor_share));
 
