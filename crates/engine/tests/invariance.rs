@@ -40,7 +40,7 @@ fn ring_chunk_threads_and_kernels_do_not_change_a_bit() {
                     same(&format!("ring {ring}, chunk {chunk}"), &options);
                 }
             }
-            for kernels in ["scalar", "avx2", "avx512", "neon"] {
+            for kernels in ["scalar", "avx2", "avx512", "neon", "neon-i8mm"] {
                 if smoe_engine::kernels(Some(kernels)).is_err() {
                     eprintln!("SKIPPED: this machine has no {kernels}");
                     continue;
