@@ -19,6 +19,7 @@ use crate::kv::{self, KvCache};
 use crate::memory::MemoryFacts;
 use crate::rope::RopeTable;
 use crate::sampler::Sampler;
+use crate::weights::Weights;
 
 /// Size of the ring.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -69,7 +70,7 @@ pub struct Plan {
     pub state_bytes: u64,
     /// Planes of a step, RoPE tables, logits and sampler of each session.
     pub activation_bytes: u64,
-    /// Code, stacks, tables, reader buffers.
+    /// Code, stacks, tables, reader buffers, f32 copies of weights.
     pub fixed_bytes: u64,
     /// What the caller holds.
     pub reserved_bytes: u64,
@@ -173,7 +174,7 @@ impl Plan {
         let slot_bytes = subject.layers.iter().map(|l| l.record_len as u64).max().unwrap_or(0);
         let n_experts: usize = subject.layers.iter().map(|l| l.n_experts as usize).sum();
         let ring_floor = spec.moe.top_k.min(n_experts);
-        let fixed_bytes = FIXED_BYTES + subject.decode_bytes;
+        let fixed_bytes = FIXED_BYTES + subject.decode_bytes + Weights::copied_bytes(spec);
         let kv_contexts = if request.kv_contexts == 0 { sessions } else { request.kv_contexts };
         let state = kv::state_bytes(spec);
         let snapshots = (budget_bytes / SNAPSHOT_SHARE).checked_div(state).unwrap_or(0) as usize;

@@ -25,6 +25,10 @@ pub struct Session {
     /// Tokens that the next step computes, and of how many of the last of them the logits are wanted.
     pub(crate) pending: Vec<u32>,
     pub(crate) wanted: usize,
+    /// How many of the last of them are guesses.
+    pub(crate) guesses: usize,
+    /// The logits after the last token were given: what comes next is an answer's, if it comes token by token.
+    pub(crate) is_answering: bool,
     /// Others may find what it computed.
     pub(crate) shared: bool,
     /// The first position whose hidden state was not finite; from there on nothing is for others to find.
@@ -70,12 +74,19 @@ impl Session {
         self.pending.clear();
         self.pending.extend_from_slice(tokens);
         self.wanted = logits.min(tokens.len());
+        self.guesses = 0;
     }
 
     /// Adds guesses at what follows, of which all the logits are wanted too.
     pub(crate) fn queue_guesses(&mut self, guesses: &[u32]) {
         self.pending.extend_from_slice(guesses);
         self.wanted += guesses.len();
+        self.guesses += guesses.len();
+    }
+
+    /// Whether what is queued is a part of a prompt.
+    pub(crate) const fn queues_prompt(&self) -> bool {
+        !self.is_answering || self.pending.len() > 1 + self.guesses
     }
 
     /// How many tokens are queued.

@@ -200,6 +200,14 @@ impl Weights {
         Ok(Self { embed, layers, final_norm, head, buffer })
     }
 
+    /// Bytes beside the backbone's own: what is kept as f32, arranged for the kernels. Norms and biases are not counted,
+    /// a few KiB a layer.
+    #[must_use]
+    pub fn copied_bytes(spec: &ModelSpec) -> u64 {
+        let floats = kv::state_shape(spec).map_or(0, |shape| DeltaWeights::floats(&shape));
+        4 * (spec.delta_layers().count() * floats) as u64
+    }
+
     /// A tensor as kernels take it.
     #[must_use]
     pub fn matrix(&self, tensor: &Tensor) -> Matrix<'_> {

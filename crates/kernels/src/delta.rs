@@ -113,6 +113,13 @@ impl DeltaWeights {
         let rate = rate_log.iter().map(|&log| exp(log)).collect();
         Self { conv: arranged, rate, bias: bias.to_vec() }
     }
+
+    /// f32 of it.
+    #[must_use]
+    pub const fn floats(shape: &DeltaShape) -> usize {
+        let channels = 2 * shape.n_key_heads * shape.key_dim + shape.n_value_heads * shape.value_dim;
+        channels * shape.conv_width + 2 * shape.n_value_heads
+    }
 }
 
 /// What a layer makes of T tokens before their states are asked: planes `[T, all heads]`.

@@ -29,6 +29,8 @@ impl Engine {
             logits: vec![0.0; self.spec.vocab_size],
             pending: Vec::with_capacity(self.plan.chunk),
             wanted: 0,
+            guesses: 0,
+            is_answering: false,
             shared: false,
             broken: None,
             is_open: true,
@@ -61,6 +63,7 @@ impl Engine {
         }
         let reused = self.kv.truncate(session.seq, reusable(&session.tokens, tokens));
         session.tokens.truncate(reused);
+        session.is_answering = false;
         let total = tokens.len() - reused;
         let mut done = 0;
         for chunk in tokens[reused..].chunks(self.plan.chunk) {
@@ -170,6 +173,7 @@ impl Engine {
             if session.shared && session.broken.is_none() && session.wanted <= 1 {
                 self.kv.commit(session.seq, &session.tokens);
             }
+            session.is_answering = session.wanted > 0;
             session.wanted = 0;
         }
         Ok(())
@@ -264,6 +268,7 @@ impl Engine {
         }
         let known = &tokens[..tokens.len().saturating_sub(1)];
         let adopted = self.kv.adopt_some(session.seq, known, blocks);
+        session.is_answering = false;
         session.tokens.clear();
         session.tokens.extend_from_slice(&known[..adopted.held]);
         adopted

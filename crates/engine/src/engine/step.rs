@@ -101,7 +101,7 @@ impl Engine {
             self.check_owner(session);
             let (first, end) = (session.tokens.len(), session.tokens.len() + session.pending.len());
             self.kv.reserve(session.seq, first, end)?;
-            self.kv.expect(session.seq, first, end);
+            self.kv.expect(session.seq, first, end, session.queues_prompt());
             if wanted <= HEAD_ROWS {
                 let row = self.rows.len() + session.pending.len();
                 self.head_rows.extend(row - session.wanted..row);

@@ -359,17 +359,26 @@ impl KvCache {
     /// As [`Self::adopt`] where layers keep states: to the longest beginning that has a snapshot.
     fn adopt_state(&mut self, seq: SeqId, tokens: &[u32]) -> usize {
         self.take_known(seq, tokens);
-        let (n, parent) = self.end(seq);
-        let rest = &tokens[n * BLOCK..];
         let Some(states) = &self.states else { return 0 };
-        // The beginning of a block that goes on otherwise, or is not complete.
-        let begun = self.tree.children(parent).filter_map(|(id, node)| {
-            let fill = states.fill(id)?;
-            (rest.get(..fill)? == node.tokens.get(..fill)?).then_some((id, fill))
+        // After each block that is known: those that go on as the tokens do as far as their snapshots, whether or not
+        // they are the sequence's own. The last such place has the longest beginning.
+        let known = self.end(seq).0;
+        let last = (0..=known).rev().find_map(|i| {
+            let parent =
+                i.checked_sub(1).map_or(Key::ROOT, |before| self.sequences[seq.0 as usize].keys[before]);
+            let rest = &tokens[i * BLOCK..];
+            let begun = self.tree.children(parent).filter_map(|(id, node)| {
+                let fill = states.fill(id)?;
+                (rest.get(..fill)? == node.tokens.get(..fill)?).then_some((i, id, fill, node.key))
+            });
+            begun.max_by_key(|(_, _, fill, _)| *fill)
         });
-        if let Some((id, _)) = begun.max_by_key(|(_, fill)| *fill) {
+        if let Some((i, id, fill, key)) = last {
             self.hold(id);
-            self.sequences[seq.0 as usize].blocks.push(id);
+            self.give_back(seq, i * BLOCK);
+            let sequence = &mut self.sequences[seq.0 as usize];
+            sequence.blocks.push(id);
+            sequence.keys.extend((fill == BLOCK).then_some(key));
         }
         let Some(states) = &mut self.states else { return 0 };
         let held = states.go_to(seq, &self.sequences[seq.0 as usize].blocks, tokens.len());
@@ -567,10 +576,11 @@ impl KvCache {
         self.spill.as_ref().is_some_and(|spill| spill.unsaved().len() > 0)
     }
 
-    /// A step is about to compute positions `from` to `to` of a sequence, whose blocks are reserved.
-    pub fn expect(&mut self, seq: SeqId, from: usize, to: usize) {
+    /// A step is about to compute positions `from` to `to` of a sequence, whose blocks are reserved: of its prompt, or
+    /// of an answer.
+    pub fn expect(&mut self, seq: SeqId, from: usize, to: usize, is_prompt: bool) {
         if let Some(states) = &mut self.states {
-            states.expect(seq, from, to, &self.sequences[seq.0 as usize].blocks);
+            states.expect(seq, from, to, is_prompt, &self.sequences[seq.0 as usize].blocks);
         }
     }
 

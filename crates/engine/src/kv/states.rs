@@ -51,6 +51,8 @@ struct Live {
     place: usize,
     /// The snapshot, and its block, that the last step of a prompt took at its last edge.
     edge: Option<(usize, u32)>,
+    /// The running step, or the last one, computes a part of a prompt.
+    is_prompt: bool,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -140,13 +142,15 @@ impl States {
         self.pending.clear();
     }
 
-    /// A step is about to compute positions `from` to `to` of a sequence, whose blocks these are. Of a prompt a snapshot is
-    /// taken at the last block edge before its last token, from which its answer can be generated again: each step of it
-    /// takes one, instead of the step before. Others are taken at [`SPACING`]-th positions, where all conversations
-    /// find them: the last ones of the step, so that a long one does not take every place.
-    pub(super) fn expect(&mut self, seq: SeqId, from: usize, to: usize, blocks: &[u32]) {
+    /// A step is about to compute positions `from` to `to` of a sequence, whose blocks these are, of its prompt or of an
+    /// answer. Of a prompt a snapshot is taken at the last block edge before its last token, from which its answer can
+    /// be generated again: each step of it takes one, instead of the step before. Others are taken at [`SPACING`]-th
+    /// positions, where all conversations find them: the last ones of the step, so that a long one does not take every
+    /// place.
+    pub(super) fn expect(&mut self, seq: SeqId, from: usize, to: usize, is_prompt: bool, blocks: &[u32]) {
         let edge = to.saturating_sub(1) / BLOCK * BLOCK;
-        if to - from > 1 && !edge.is_multiple_of(SPACING) {
+        self.live[seq.0 as usize].is_prompt = is_prompt;
+        if is_prompt && !edge.is_multiple_of(SPACING) {
             match edge.cmp(&from) {
                 Ordering::Greater => self.plan(seq, edge, true),
                 Ordering::Equal => self.snapshot(seq, blocks, true),
@@ -219,9 +223,9 @@ impl States {
     /// The step is done: the state of a sequence, whose blocks these are, has seen `at` positions, and its snapshots
     /// count.
     pub(super) fn keep(&mut self, seq: SeqId, at: usize, blocks: &[u32]) {
-        let Live { at: before, place, edge } = self.live[seq.0 as usize];
+        let Live { place, edge, is_prompt, .. } = self.live[seq.0 as usize];
         // An answer leaves its prompt's last one alone.
-        let mut edge = edge.filter(|_| at - before > 1);
+        let mut edge = edge.filter(|_| is_prompt);
         let mut i = 0;
         while i < self.pending.len() {
             let Pending { seq: of, position, snapshot, is_edge } = self.pending[i];
@@ -236,7 +240,7 @@ impl States {
                 self.drop_edge(edge.replace((snapshot, blocks[block])), snapshot);
             }
         }
-        self.live[seq.0 as usize] = Live { at, place: 1 - place, edge };
+        self.live[seq.0 as usize] = Live { at, place: 1 - place, edge, is_prompt };
     }
 
     /// Clears the snapshot at an earlier edge, if it is still that and not the one that came instead.
@@ -251,7 +255,7 @@ impl States {
 
     /// Takes a snapshot of a sequence, whose blocks these are, as it is: for its end, or as the last edge of its prompt.
     pub(super) fn snapshot(&mut self, seq: SeqId, blocks: &[u32], is_edge: bool) {
-        let Live { at, place, edge } = self.live[seq.0 as usize];
+        let Live { at, place, edge, .. } = self.live[seq.0 as usize];
         let Some(index) = at.checked_sub(1).map(|last| last / BLOCK) else { return };
         let n = self.pending.len();
         self.plan(seq, at, false);

@@ -419,7 +419,7 @@ fn states_agree_with_the_model(seed: u64, blocks: usize, snapshots: usize) {
                 let fails = random.below(5) == 0;
                 kv.begin_step();
                 if kv.reserve(seq, from, from + n).is_ok() {
-                    kv.expect(seq, from, from + n);
+                    kv.expect(seq, from, from + n, n > 1 || random.below(2) == 0);
                     tokens.extend((0..n).map(|_| random.below(2) as u32));
                     renew(&mut kv, &spec, seq, &tokens, from, random.below(n + 1));
                     for position in from..from + n {
@@ -494,7 +494,7 @@ fn a_prompt_can_be_answered_again_from_its_last_edge() {
     let step = |kv: &mut KvCache, from: usize, to: usize| {
         kv.begin_step();
         kv.reserve(seq, from, to).unwrap();
-        kv.expect(seq, from, to);
+        kv.expect(seq, from, to, to <= 1090);
         renew(kv, &spec, seq, &tokens[..to], from, 40);
         let row = |position| Row { seq, position: position as u32 };
         kv.keep(&(from..to).map(row).collect::<Vec<_>>());
@@ -525,7 +525,7 @@ fn converse(kv: &mut KvCache, spec: &ModelSpec, tokens: &[u32], chunk: usize) {
         let to = (from + chunk).min(tokens.len());
         kv.begin_step();
         kv.reserve(seq, from, to).unwrap();
-        kv.expect(seq, from, to);
+        kv.expect(seq, from, to, true);
         renew(kv, spec, seq, &tokens[..to], from, chunk);
         kv.keep(&(from..to).map(|position| Row { seq, position: position as u32 }).collect::<Vec<_>>());
         kv.commit(seq, &tokens[..to]);
@@ -555,7 +555,7 @@ fn one_long_step_leaves_the_ends_of_others() {
     let seq = kv.open().unwrap();
     kv.begin_step();
     kv.reserve(seq, 0, 4100).unwrap();
-    kv.expect(seq, 0, 4100);
+    kv.expect(seq, 0, 4100, true);
     // And it fails: what it had set aside can be had again.
     kv.begin_step();
     kv.truncate(seq, 0);
@@ -578,4 +578,32 @@ fn an_end_that_is_known_gets_the_snapshot_that_it_has_lost() {
     assert_eq!(found(&mut kv, &[&tokens(0)[..], &[9; 9]].concat()), 0);
     converse(&mut kv, &spec, &tokens(0), 64);
     assert_eq!(found(&mut kv, &[&tokens(0)[..], &[9; 9]].concat()), 50);
+}
+
+#[test]
+fn a_prompt_in_steps_of_one_token_keeps_its_last_edge_and_no_other() {
+    let spec = smoe_testkit::TinyModel::qwen3_next(1).spec;
+    for (len, chunk) in [(65, 64), (65, 1), (97, 32)] {
+        let mut kv = KvCache::new(&spec, KvType::F16, 2000, 2).unwrap().with_snapshots(&spec, 9);
+        let tokens: Vec<u32> = (0..len).collect();
+        converse(&mut kv, &spec, &tokens, chunk);
+        let edge = (tokens.len() - 1) / BLOCK * BLOCK;
+        assert_eq!(found(&mut kv, &tokens[..tokens.len() - 1]), edge, "{len} by {chunk}");
+        assert_eq!(found(&mut kv, &tokens[..edge - 1]), 0, "{len} by {chunk}: earlier edges gave way");
+    }
+}
+
+#[test]
+fn the_nearest_snapshot_is_found_beside_the_blocks_that_are_known() {
+    let spec = smoe_testkit::TinyModel::qwen3_next(1).spec;
+    let mut kv = KvCache::new(&spec, KvType::F16, 8000, 4).unwrap().with_snapshots(&spec, 8);
+    let tokens: Vec<u32> = (0..200).collect();
+    // It ends in the middle of a block; another goes on from there, and has its snapshots far behind.
+    converse(&mut kv, &spec, &tokens[..50], 64);
+    converse(&mut kv, &spec, &tokens, 200);
+    assert_eq!(found(&mut kv, &[&tokens[..120], &[9; 9]].concat()), 50);
+    assert_eq!(found(&mut kv, &tokens[..50]), 50);
+    assert_eq!(found(&mut kv, &tokens[..49]), 0);
+    assert_eq!(found(&mut kv, &tokens[..199]), 192);
+    assert_eq!(kv.usage().held, 0);
 }
