@@ -25,6 +25,8 @@ pub struct Session {
     /// Tokens that the next step computes, and of how many of the last of them the logits are wanted.
     pub(crate) pending: Vec<u32>,
     pub(crate) wanted: usize,
+    /// The token after those is likely to be the one with the largest logit.
+    pub(crate) likely: bool,
     /// Others may find what it computed.
     pub(crate) shared: bool,
     /// The first position whose hidden state was not finite; from there on nothing is for others to find.
@@ -70,6 +72,13 @@ impl Session {
         self.pending.clear();
         self.pending.extend_from_slice(tokens);
         self.wanted = logits.min(tokens.len());
+        self.likely = false;
+    }
+
+    /// Says that the token after what is queued is likely to be the one with the largest logit: a device may begin its
+    /// step before it is asked to.
+    pub(crate) const fn expect_likeliest(&mut self) {
+        self.likely = true;
     }
 
     /// Adds guesses at what follows, of which all the logits are wanted too.
