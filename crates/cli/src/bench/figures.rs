@@ -15,7 +15,7 @@ use std::time::Duration;
 use serde_json::{Map, Value, json};
 use smoe_engine::ceiling::{self, DiskCeiling};
 use smoe_engine::forecast::{Forecast, Touched};
-use smoe_engine::{DirectIo, Engine, OpenMode, Vault};
+use smoe_engine::{DirectIo, Engine, KernelCost, OpenMode, TokenCosts, Vault};
 use smoe_meter::{Phase, StoreSnapshot};
 use smoe_store::FileDisk;
 
@@ -117,7 +117,7 @@ fn passes(engine: &Engine) -> usize {
 }
 
 /// What was noted beside the runs.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct Facts {
     /// Opening: backbone, memory.
     pub open_s: f64,
@@ -127,6 +127,8 @@ pub struct Facts {
     pub load_s: f64,
     /// What decoding was expected to do.
     pub forecast: Option<Forecast>,
+    /// What a token takes of the device alone.
+    pub costs: Option<TokenCosts>,
 }
 
 /// Seconds of `steps` steps in which nothing overlaps but a layer's reads with its experts' arithmetic. A layer's
@@ -175,6 +177,14 @@ pub fn set_up(vault: &Vault, bench: &Bench, facts: &Facts) -> Record {
             record.set("device_upload_gb_s", rounded(device.rates.upload_bytes_per_s / 1e9));
         }
     }
+    if let Some(TokenCosts { token_s, kernels }) = &facts.costs {
+        record.set("device_token_alone_ms", rounded(token_s * 1e3));
+        let cost = |kernel: &KernelCost| {
+            let workgroups: u32 = kernel.grid.iter().product();
+            json!([kernel.name, workgroups, kernel.runs, rounded(kernel.seconds * 1e6)])
+        };
+        record.set("device_kernel_workgroups_runs_us", kernels.iter().map(cost).collect::<Vec<Value>>());
+    }
     record.set("open_s", rounded(facts.open_s));
     if facts.load_bytes > 0 {
         record.set("load_s", rounded(facts.load_s));
@@ -203,6 +213,8 @@ pub fn record(vault: &Vault, bench: &Bench, ceilings: &Ceilings, facts: &Facts) 
         let predicted = forecast.device.map_or(forecast.cpu_tok_s, |device| device.tok_s);
         record.spread("decode_of_predicted", runs.iter().map(|run| run.short.rate() / predicted));
     }
+    record
+        .spread("decode_greedy_tok_s", runs.iter().filter_map(|run| run.greedy).map(|greedy| greedy.rate()));
     record.spread("decode_long_tok_s", runs.iter().filter_map(|run| run.long).map(|long| long.rate()));
 
     let short: Vec<Stretch> = runs.iter().map(|run| run.short).collect();
@@ -224,6 +236,8 @@ pub fn record(vault: &Vault, bench: &Bench, ceilings: &Ceilings, facts: &Facts) 
         record.spread("device_hit_rate", short.iter().filter_map(|s| s.tier.hit_rate()));
         record.spread("device_load_bytes_per_token", per_token(|s| s.tier.load_bytes));
         record.spread("device_submits_per_token", per_token(|s| s.tier.submits));
+        record.spread("device_submit_ms_per_token", per_token(|s| s.tier.submit_ns).map(|ns| ns / 1e6));
+        record.spread("device_ahead_ms_per_token", per_token(|s| s.tier.ahead_ns).map(|ns| ns / 1e6));
         record.spread("device_waits_per_token", per_token(|s| s.tier.waits));
         record.spread("device_wait_ms_per_token", per_token(|s| s.tier.wait_ns).map(|ns| ns / 1e6));
         record.spread("device_dispatches_per_token", per_token(|s| s.tier.dispatches));
