@@ -204,7 +204,7 @@ fn config(
             put("moe_layer_start_index", json!(leading));
             put("moe_layer_interval", json!(keys.number("interleave_moe_layer_step")?.unwrap_or(1)));
             // The converter does not write it.
-            put("moe_layer_end_index", json!(moe_layers().last()));
+            put("moe_layer_end_index", json!(moe_layers().next_back()));
             put("use_bias", json!(has("blk.0.attn_q.bias")));
         }
         "granitemoe" => {
