@@ -11,6 +11,7 @@ use serde_json::{Map, Value as Json, json};
 use super::arch::{ARCHS, Arch};
 use super::names::names;
 use super::{Metadata, Tensor};
+use crate::config::MAX_LAYERS;
 use crate::error::{SculptError, Warning};
 use crate::source::Stored;
 
@@ -75,6 +76,9 @@ fn config(
     let (arch, metadata) = (keys.arch, keys.metadata);
     let heads = keys.need("attention.head_count")?;
     let blocks = keys.need("block_count")?;
+    if blocks > MAX_LAYERS as u64 {
+        return Err(metadata.bad(&keys.key("block_count"), &format!("at most {MAX_LAYERS}")));
+    }
     // Blocks that predict further tokens are no layers of the model.
     let more = keys.number("nextn_predict_layers")?.unwrap_or(0);
     let layers = blocks.checked_sub(more).filter(|&n| n > 0);
@@ -204,7 +208,7 @@ fn config(
             put("moe_layer_start_index", json!(leading));
             put("moe_layer_interval", json!(keys.number("interleave_moe_layer_step")?.unwrap_or(1)));
             // The converter does not write it.
-            put("moe_layer_end_index", json!(moe_layers().last()));
+            put("moe_layer_end_index", json!(moe_layers().next_back()));
             put("use_bias", json!(has("blk.0.attn_q.bias")));
         }
         "granitemoe" => {
