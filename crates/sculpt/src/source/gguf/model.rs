@@ -10,7 +10,7 @@ use serde_json::{Map, Value as Json, json};
 
 use super::arch::{ARCHS, Arch};
 use super::names::names;
-use super::{Metadata, Tensor};
+use super::{MAX_NAME, Metadata, Tensor};
 use crate::config::MAX_LAYERS;
 use crate::error::{SculptError, Warning};
 use crate::source::Stored;
@@ -50,6 +50,7 @@ pub(super) fn model(
     warnings: &mut Vec<Warning>,
 ) -> Result<(Json, HashMap<String, Stored>), SculptError> {
     let name = metadata.text("general.architecture")?;
+    let name = name.filter(|name| name.len() <= MAX_NAME as usize);
     let name = name.ok_or_else(|| metadata.bad("general.architecture", "the name of an architecture"))?;
     let Some(arch) = ARCHS.iter().find(|arch| arch.name == name) else {
         if metadata.unsigned(&format!("{name}.expert_count"))?.unwrap_or(0) == 0 {
