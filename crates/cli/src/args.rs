@@ -39,6 +39,10 @@ pub enum Command {
     /// Turn a Hugging Face checkpoint into a vault
     Sculpt(SculptArgs),
     /// Make a vault of a checkpoint on a hub while it is downloaded, file by file; --dry-run says what the disk holds
+    ///
+    /// The vault is the one that `smoe sculpt` makes of the checkpoint. Only what needs all of its weights at once
+    /// cannot be had: --validate, --measure-error, and `smoe calibrate` of a checkpoint. Statistics for --calibration
+    /// are made with a vault of the same checkpoint, say of 8 bits.
     Pull(PullArgs),
     /// See what a model's experts see of a text, for a vault of few bits (sculpt --calibration)
     Calibrate(CalibrateArgs),
@@ -334,7 +338,8 @@ pub struct DemoArgs {
 /// `smoe sculpt`.
 #[derive(Debug, Args)]
 pub struct SculptArgs {
-    /// A checkpoint: a directory with config.json and safetensors, or a GGUF file (of a split one any part)
+    /// A checkpoint: a directory with config.json and safetensors, or a GGUF file (of a split one any part), or its
+    /// directory
     pub checkpoint: PathBuf,
     /// Where the vault goes
     pub vault: Option<PathBuf>,
@@ -363,6 +368,11 @@ pub struct PullArgs {
     pub file: Option<String>,
     #[command(flatten)]
     pub how: SculptHow,
+    // Sculpt's, refused with a reason.
+    #[arg(long, hide = true)]
+    pub validate: bool,
+    #[arg(long, hide = true)]
+    pub measure_error: bool,
 }
 
 /// How a vault is made of a checkpoint.
