@@ -82,10 +82,11 @@ fn vault(args: &BenchArgs, path: &Path) -> Result<Record, Failure> {
     } else {
         None
     };
+    let costs = engine.device_costs()?;
     let ceilings = Ceilings::measure(&vault, &mut engine);
     spinner.finish_and_clear();
     let mut ceilings = ceilings?;
-    let mut facts = Facts { open_s, forecast, ..Facts::default() };
+    let mut facts = Facts { open_s, forecast, costs, ..Facts::default() };
     let started = Instant::now();
     let before = engine.store_snapshot();
     model::preload(&mut engine)?;

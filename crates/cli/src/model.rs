@@ -112,7 +112,11 @@ pub fn preload(engine: &mut Engine) -> Result<(), Failure> {
     if let Some(bar) = bar {
         bar.finish_and_clear();
     }
-    Ok(loaded?)
+    loaded?;
+    while let Some(warning) = engine.take_warning() {
+        eprintln!("warning: {warning}");
+    }
+    Ok(())
 }
 
 /// A size that the user named is taken, and what is free now is said if it is less.

@@ -32,7 +32,9 @@ mod vault;
 mod watch;
 mod weights;
 
-pub use backend::{DeviceChoice, DeviceTier, ExpertObserver, ExpertSeen, KernelTimes, SharedObserver};
+pub use backend::{
+    DeviceChoice, DeviceTier, ExpertObserver, ExpertSeen, KernelCost, KernelTimes, SharedObserver, TokenCosts,
+};
 pub use device::DevicePlan;
 pub use engine::{
     Control, Engine, EngineInfo, EngineOptions, Finish, Limits, Meters, Observer, POLICY, is_finite, kernels,

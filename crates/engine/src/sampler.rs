@@ -90,6 +90,18 @@ impl Sampling {
     }
 }
 
+impl Sampling {
+    /// Whether the next token is always the one with the largest logit.
+    #[must_use]
+    pub fn is_greedy(&self) -> bool {
+        let unpenalised = self.repetition_penalty == 1.0
+            && self.presence_penalty == 0.0
+            && self.frequency_penalty == 0.0
+            && self.logit_bias.is_empty();
+        self.temperature == 0.0 && unpenalised
+    }
+}
+
 /// A token that may be drawn. Ordered by logit, then by the lower id.
 #[derive(Clone, Copy, PartialEq)]
 struct Candidate {
@@ -153,6 +165,12 @@ impl Sampler {
             kept: Vec::with_capacity(drawn),
             sampling,
         })
+    }
+
+    /// How it chooses.
+    #[must_use]
+    pub const fn sampling(&self) -> &Sampling {
+        &self.sampling
     }
 
     /// Bytes that a sampler claims at most.

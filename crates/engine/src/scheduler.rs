@@ -406,6 +406,10 @@ impl Scheduler {
                 self.drafts.draft(&active.tokens, left, &mut active.draft);
                 session.queue_guesses(&active.draft);
             }
+            let goes_on = active.answered() + 1 < active.job.limits.max_tokens;
+            if goes_on && active.job.constraint.is_none() && active.job.sampling.is_greedy() {
+                session.expect_likeliest();
+            }
         }
         let budget = self.pace.prompt_tokens(self.step.answers);
         if budget == 0 || shares.is_empty() {

@@ -29,6 +29,8 @@ pub struct Session {
     pub(crate) guesses: usize,
     /// The logits after the last token were given: what comes next is an answer's, if it comes token by token.
     pub(crate) is_answering: bool,
+    /// The token after those is likely to be the one with the largest logit.
+    pub(crate) likely: bool,
     /// Others may find what it computed.
     pub(crate) shared: bool,
     /// The first position whose hidden state was not finite; from there on nothing is for others to find.
@@ -75,6 +77,13 @@ impl Session {
         self.pending.extend_from_slice(tokens);
         self.wanted = logits.min(tokens.len());
         self.guesses = 0;
+        self.likely = false;
+    }
+
+    /// Says that the token after what is queued is likely to be the one with the largest logit: a device may begin its
+    /// step before it is asked to.
+    pub(crate) const fn expect_likeliest(&mut self) {
+        self.likely = true;
     }
 
     /// Adds guesses at what follows, of which all the logits are wanted too.

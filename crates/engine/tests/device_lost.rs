@@ -5,11 +5,22 @@
 
 mod common;
 
+use std::sync::{Arc, Mutex, PoisonError};
+
 use common::{bits, open, options, write_tiny};
 use smoe_engine::plan::RingSize;
-use smoe_engine::{Control, DeviceChoice, Engine, EngineError, EngineOptions, Session};
-use smoe_gpu::{Gpu, Software};
+use smoe_engine::{Control, DeviceChoice, Engine, EngineError, EngineOptions, Session, Vault};
+use smoe_gpu::{Fault, Gpu, Software};
 use smoe_testkit::TinyModel;
+
+/// They lose a device that they share.
+static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+
+/// The device that engines will open; none, said aloud, where there is none.
+fn device() -> Option<Arc<Gpu>> {
+    let found = Gpu::shared(None, Software::Accept);
+    found.inspect_err(|error| eprintln!("SKIPPED: {error}")).ok()
+}
 
 fn decode(engine: &mut Engine, session: &mut Session, token: u32) -> Vec<u32> {
     engine.decode(session, token, &mut Control::default()).unwrap();
@@ -18,10 +29,8 @@ fn decode(engine: &mut Engine, session: &mut Session, token: u32) -> Vec<u32> {
 
 #[test]
 fn a_lost_device_changes_who_computes_and_nothing_else() {
-    let gpu = match Gpu::shared(None, Software::Accept) {
-        Ok(gpu) => gpu,
-        Err(error) => return eprintln!("SKIPPED: {error}"),
-    };
+    let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+    let Some(gpu) = device() else { return };
     let model = TinyModel::qwen3(51);
     let dir = tempfile::tempdir().unwrap();
     let vault = write_tiny(dir.path(), &model, "q4/64", "q8/64");
@@ -75,4 +84,92 @@ fn a_lost_device_changes_who_computes_and_nothing_else() {
     assert!(engine.adopt(&mut again, &prompt) >= 32);
     engine.sync(&mut again, &prompt, &mut Control::default()).unwrap();
     assert_eq!(decode(&mut engine, &mut again, further[0]), expected[0][0]);
+}
+
+/// Logits after a prompt.
+fn logits(engine: &mut Engine, prompt: &[u32]) -> Vec<u32> {
+    let mut session = engine.open_session().unwrap();
+    engine.sync(&mut session, prompt, &mut Control::default()).unwrap();
+    bits(session.logits())
+}
+
+/// A vault, options of the processor and of a device, a prompt, and its logits from the processor.
+fn subject(dir: &std::path::Path, seed: u64) -> (Vault, EngineOptions, Vec<u32>, Vec<u32>) {
+    let model = TinyModel::qwen3(seed);
+    let vault = write_tiny(dir, &model, "q4/64", "q8/64");
+    let cpu = options(RingSize::Auto, 16, 1);
+    let prompt = model.prompt(20, 1);
+    let expected = logits(&mut open(&vault, &cpu), &prompt);
+    (vault, EngineOptions { device: DeviceChoice::Gpu(None), ..cpu }, prompt, expected)
+}
+
+#[test]
+fn a_device_that_is_lost_while_experts_are_loaded_is_left() {
+    let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+    let Some(_gpu) = device() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let (vault, options, prompt, expected) = subject(dir.path(), 52);
+    let mut calls = 0;
+    open(&vault, &options).preload(&mut |_, _| calls += 1).unwrap();
+    assert!(calls > 2);
+    // Before the first of them, amid them, and when all are there: then the first step tells.
+    for at in [0, calls / 2, usize::MAX] {
+        let mut engine = open(&vault, &options);
+        let gpu = device().unwrap();
+        let mut call = 0;
+        let mut lose = |_, _| {
+            if call == at {
+                gpu.lose("pulled out");
+            }
+            call += 1;
+        };
+        engine.preload(&mut lose).unwrap();
+        gpu.lose("pulled out");
+        assert_eq!(logits(&mut engine, &prompt), expected, "lost at {at} of {calls}");
+        let warning = engine.take_warning().unwrap();
+        assert!(matches!(warning, EngineError::DeviceLost { .. }), "{warning}");
+        assert!(warning.to_string().contains("pulled out"), "{warning}");
+        let info = engine.info();
+        assert!(info.tier.is_none() && info.device_note.unwrap().contains("on the processor"));
+    }
+}
+
+#[test]
+fn a_device_that_fails_while_it_is_opened_is_the_processors_case() {
+    let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+    let Some(gpu) = device() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let (vault, options, prompt, expected) = subject(dir.path(), 53);
+    // How many allocations opening takes: a failure behind them does not come.
+    const MANY: usize = 1 << 20;
+    // What is asked of a device once is not asked again.
+    drop(open(&vault, &options));
+    gpu.fail_at(MANY, Fault::NoRoom);
+    let mut whole = open(&vault, &options);
+    let allocations = MANY - gpu.faults_after().unwrap();
+    let on_device = logits(&mut whole, &prompt);
+    assert!(allocations > 20, "{allocations}");
+    drop(whole);
+    for at in 0..allocations {
+        // Others had the memory for a moment: it is asked for less.
+        gpu.fail_at(at, Fault::NoRoom);
+        let mut engine = open(&vault, &options);
+        assert_eq!(gpu.faults_after(), None, "{at} of {allocations}");
+        let info = engine.info();
+        assert!(info.tier.is_some() && info.device_note.unwrap().contains("has no room for"), "{at}");
+        assert_eq!(logits(&mut engine, &prompt), on_device, "no room at {at}");
+    }
+    // They keep it; or the device goes. Kernels are made again for each that is lost.
+    let some = [0, 1, allocations / 2, allocations - 1];
+    for (at, fault) in some.iter().flat_map(|&at| [(at, Fault::Full), (at, Fault::Lost)]) {
+        let gpu = device().unwrap();
+        gpu.fail_at(at, fault);
+        let mut engine = open(&vault, &options);
+        gpu.end_faults();
+        let info = engine.info();
+        let note = info.device_note.unwrap();
+        let why = if fault == Fault::Lost { "lost at an allocation" } else { "has no room for" };
+        assert!(note.starts_with("on the processor: ") && note.contains(why), "{fault:?} at {at}: {note}");
+        assert!(info.tier.is_none() && logits(&mut engine, &prompt) == expected, "{fault:?} at {at}");
+    }
 }

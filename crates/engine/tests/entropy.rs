@@ -67,7 +67,7 @@ fn the_logits_are_those_of_the_same_codes_in_a_fixed_width_vault() {
             assert_eq!(bits(&got.logits), bits(&expected.logits), "{bpw}: ring {ring}, {readers:?}");
             assert_eq!(bits(&got.hidden), bits(&expected.hidden), "{bpw}: ring {ring}, {readers:?}");
         }
-        for kernels in ["scalar", "avx2", "avx512", "neon"] {
+        for kernels in ["scalar", "avx2", "avx512", "neon", "neon-i8mm"] {
             if smoe_engine::kernels(Some(kernels)).is_err() {
                 eprintln!("SKIPPED: this machine has no {kernels}");
                 continue;

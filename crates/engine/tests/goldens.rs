@@ -8,12 +8,12 @@ use std::sync::atomic::AtomicBool;
 use common::{greedy, observe, open, options, sculpted, sculpted_by, write_tiny};
 use smoe_engine::plan::RingSize;
 use smoe_engine::{EngineOptions, KvType};
-use smoe_format::{Encoding, Table};
+use smoe_format::{Encoding, ModelSpec, Table};
 use smoe_sculpt::{BackboneBits, Recipe, Settings, sculpt};
 use smoe_testkit::fixtures;
 use smoe_testkit::mxfp4::pack_gpt_oss;
 use smoe_testkit::{
-    CheckpointWeights, Golden, TinyModel, VaultWeights, compare, compare_greedy, forward, shared_path,
+    CheckpointWeights, Golden, TinyModel, VaultWeights, compare, compare_greedy, forward, gguf, shared_path,
     tolerance,
 };
 
@@ -30,6 +30,31 @@ fn sixteen_bit_vaults_meet_the_goldens() {
             let got = observe(&mut engine, &prompt.tokens);
             let report = compare(&golden, i, &got.logits, Some(&got.hidden), Some(&got.router), &vault.spec);
             eprintln!("{family} {i}: {report}");
+            report.assert_passes();
+            let tokens = greedy(&mut engine, &prompt.tokens, prompt.greedy.len());
+            compare_greedy(&tokens, &prompt.greedy).assert_passes();
+        }
+    }
+}
+
+/// What llama.cpp's converter makes of every fixture, with latent attention's matrices in one and apart, and experts' gates
+/// and ups apart and in one, gives the reference's logits and tokens.
+#[test]
+fn gguf_files_of_every_family_meet_the_goldens() {
+    for (i, family) in fixtures::FAMILIES.into_iter().enumerate() {
+        let Some(checkpoint) = fixtures::fixture(family) else { continue };
+        let (config, tensors) = gguf::load(&checkpoint);
+        let dir = tempfile::tempdir().unwrap();
+        let (path, out) = (dir.path().join("model.gguf"), dir.path().join("vault"));
+        gguf::of_checkpoint(&config, &tensors, i % 2 == 0).write(&path);
+        let settings = Settings { bits: 16, backbone: BackboneBits::Bf16, ..Settings::default() };
+        sculpt(&path, &out, &settings, &(), &AtomicBool::new(false)).unwrap();
+        let vault = smoe_engine::Vault::open(&out).unwrap();
+        let golden = Golden::of(family).unwrap();
+        let mut engine = open(&vault, &options(RingSize::Auto, 64, 2));
+        for (i, prompt) in golden.prompts.iter().enumerate() {
+            let got = observe(&mut engine, &prompt.tokens);
+            let report = compare(&golden, i, &got.logits, Some(&got.hidden), Some(&got.router), &vault.spec);
             report.assert_passes();
             let tokens = greedy(&mut engine, &prompt.tokens, prompt.greedy.len());
             compare_greedy(&tokens, &prompt.greedy).assert_passes();
@@ -74,6 +99,63 @@ fn float_and_exact_vaults_agree_with_the_reference_on_the_same_weights() {
             eprintln!("{} {experts} {backbone}: {difference:.2e}", vault.spec.model_type);
             assert!(difference < EXACT, "{} {experts} {backbone}: {difference}", vault.spec.model_type);
         }
+    }
+}
+
+/// Beyond as many positions as an indexer chooses, in exact mode: the reference chooses by a mask.
+#[test]
+fn sparse_attention_on_coded_weights_agrees_with_the_reference() {
+    for model in [TinyModel::glm_dsa(5), TinyModel::deepseek_v32(5)] {
+        for (experts, backbone) in
+            [("q4/64", "q8/64"), ("q3a/32", "q5a/16"), ("mxfp4/32", "q4/32"), ("q8/128", "bf16")]
+        {
+            let dir = tempfile::tempdir().unwrap();
+            let vault = write_tiny(dir.path(), &model, experts, backbone);
+            let mut dense = vault.spec.clone();
+            let indexer = dense.attention.indexer.as_mut().unwrap();
+            let prompt = model.prompt(indexer.top_k + 45, 3);
+            indexer.top_k = prompt.len();
+            let weights = VaultWeights::open(dir.path());
+            let expected = forward(&vault.spec, &weights, &prompt);
+            let got = observe(&mut open(&vault, &exact()), &prompt);
+            let difference = largest_difference(&got.logits, &expected.logits);
+            let unseen = largest_difference(&got.logits, &forward(&dense, &weights, &prompt).logits);
+            let family = &vault.spec.model_type;
+            eprintln!("{family} {experts} {backbone}: {difference:.2e}, and {unseen:.1} to all positions");
+            assert!(difference < EXACT, "{family} {experts} {backbone}: {difference}");
+            assert!(unseen > 0.1, "{family} {experts} {backbone}: choosing changes {unseen}");
+        }
+    }
+}
+
+/// Published configs have one epsilon for all norms; each has its own all the same.
+#[test]
+fn the_norms_of_latents_and_of_the_indexer_have_epsilons_of_their_own() {
+    let mut spec = TinyModel::glm_dsa(6).spec;
+    let (layer, latent, indexer) = (0.02, 0.3, 1.5);
+    spec.rms_norm_eps = layer;
+    spec.attention.latent.as_mut().unwrap().norm_eps = latent;
+    spec.attention.indexer.as_mut().unwrap().norm_eps = indexer;
+    let model = TinyModel::new(spec.clone(), 6);
+    let dir = tempfile::tempdir().unwrap();
+    let vault = write_tiny(dir.path(), &model, "bf16", "bf16");
+    assert_eq!(vault.spec, spec);
+    let prompt = model.prompt(40, 3);
+    let weights = VaultWeights::open(dir.path());
+    let got = observe(&mut open(&vault, &exact()), &prompt);
+    let difference =
+        |spec: &ModelSpec| largest_difference(&got.logits, &forward(spec, &weights, &prompt).logits);
+    assert!(difference(&spec) < EXACT, "{}", difference(&spec));
+    // Each shows: another norm's in its place gives another answer.
+    let swaps: [(&str, &dyn Fn(&mut ModelSpec)); 3] = [
+        ("a layer's", &|spec| spec.rms_norm_eps = latent),
+        ("a latent's", &|spec| spec.attention.latent.as_mut().unwrap().norm_eps = layer),
+        ("the indexer's", &|spec| spec.attention.indexer.as_mut().unwrap().norm_eps = layer),
+    ];
+    for (whose, swap) in swaps {
+        let mut other = spec.clone();
+        swap(&mut other);
+        assert!(difference(&other) > 100.0 * EXACT, "{whose} epsilon shows by {}", difference(&other));
     }
 }
 

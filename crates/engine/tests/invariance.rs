@@ -6,6 +6,7 @@ mod common;
 use common::{bits, observe, open, options, write_tiny};
 use smoe_engine::plan::RingSize;
 use smoe_engine::{Control, EngineOptions, KvType};
+use smoe_format::spec::MoeSpec;
 use smoe_testkit::TinyModel;
 
 /// Coded, float and mixed vaults with odd shapes: tiles and groups are padded.
@@ -39,7 +40,7 @@ fn ring_chunk_threads_and_kernels_do_not_change_a_bit() {
                     same(&format!("ring {ring}, chunk {chunk}"), &options);
                 }
             }
-            for kernels in ["scalar", "avx2", "avx512", "neon"] {
+            for kernels in ["scalar", "avx2", "avx512", "neon", "neon-i8mm"] {
                 if smoe_engine::kernels(Some(kernels)).is_err() {
                     eprintln!("SKIPPED: this machine has no {kernels}");
                     continue;
@@ -110,6 +111,31 @@ fn a_long_prefill_is_the_same_however_it_is_cut() {
             assert_eq!(got, expected, "ring {ring}, chunk {chunk}, {threads} threads");
             if chunk == tokens {
                 assert!(store.loads <= all as u64, "{} experts read of {all}", store.loads);
+            }
+        }
+    }
+}
+
+/// More experts than a kernel call takes, 32: of many tokens, and of a single one. Rings hold fewer, as many, and more.
+#[test]
+fn a_layer_of_many_experts_is_the_same_in_every_ring() {
+    for top_k in [3, 40] {
+        let mut spec = TinyModel::qwen3(15).spec;
+        spec.layers.truncate(2);
+        spec.moe = MoeSpec { n_experts: 80, top_k, d_expert: 24, ..spec.moe };
+        let model = TinyModel::new(spec, 15);
+        let dir = tempfile::tempdir().unwrap();
+        let vault = write_tiny(dir.path(), &model, "q4/64", "q8/64");
+        let prompt = model.prompt(24, 6);
+        let logits = |ring, chunk, threads| {
+            let mut engine = open(&vault, &options(RingSize::Slots(ring), chunk, threads));
+            bits(&observe(&mut engine, &prompt).logits)
+        };
+        let all = vault.experts.records.len();
+        let expected = logits(all, 24, 1);
+        for ring in (top_k..50).chain([79, 80, 81, all - 1]) {
+            for (chunk, threads) in [(24, 2), (1 + ring % 9, 1)] {
+                assert_eq!(logits(ring, chunk, threads), expected, "top {top_k}, ring {ring}, chunk {chunk}");
             }
         }
     }

@@ -1,10 +1,11 @@
 //! A decoded token allocates nothing: forward, store, sampler, on any thread.
+#![allow(clippy::unwrap_used, reason = "a test stops at the first surprise")]
 
 mod common;
 
 use std::ops::ControlFlow;
 
-use common::{open, options, write_tiny};
+use common::{all_threads_have_begun, open, options, write_tiny};
 use smoe_engine::plan::RingSize;
 use smoe_engine::{Control, Limits, Sampler, Sampling};
 use smoe_store::CountingAllocator;
@@ -13,9 +14,8 @@ use smoe_testkit::TinyModel;
 #[global_allocator]
 static ALLOCATOR: CountingAllocator = CountingAllocator::new();
 
-// One test only, so that no other thread allocates meanwhile.
-#[test]
-fn decoded_tokens_do_not_allocate() {
+// One test only and no harness, so that no other thread allocates meanwhile.
+fn main() {
     for (experts, backbone) in [("q4/64", "q8/64"), ("bf16", "bf16")] {
         for model in TinyModel::every(9) {
             let dir = tempfile::tempdir().unwrap();
@@ -35,12 +35,13 @@ fn decoded_tokens_do_not_allocate() {
                 engine.sync(&mut session, &prompt, &mut Control::default()).unwrap();
                 sampler.begin(&prompt);
                 let limits = Limits { max_tokens: 160, end_tokens: Vec::new() };
-                // The first tokens warm up: worker threads start, queues reach their sizes.
+                // The first tokens warm up: queues reach their sizes.
                 let (mut n, mut warm) = (0, 0);
                 engine
                     .generate(&mut session, &mut sampler, &limits, &mut Control::default(), &mut |_| {
                         n += 1;
                         if n == 60 {
+                            all_threads_have_begun();
                             warm = ALLOCATOR.allocations();
                         }
                         ControlFlow::Continue(())

@@ -1,4 +1,5 @@
 //! A step of a scheduler that only answers allocates nothing: of one job and of several, guesses included.
+#![allow(clippy::unwrap_used, reason = "a test stops at the first surprise")]
 
 mod common;
 
@@ -6,7 +7,7 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use common::{open, options, write_tiny};
+use common::{all_threads_have_begun, open, options, write_tiny};
 use smoe_engine::plan::RingSize;
 use smoe_engine::{Driver, Event, Job, Limits, Sampling, Scheduler, SchedulerOptions};
 use smoe_store::CountingAllocator;
@@ -15,9 +16,8 @@ use smoe_testkit::TinyModel;
 #[global_allocator]
 static ALLOCATOR: CountingAllocator = CountingAllocator::new();
 
-// One test only, so that no other thread allocates meanwhile.
-#[test]
-fn steps_that_answer_do_not_allocate() {
+// One test only and no harness, so that no other thread allocates meanwhile.
+fn main() {
     for model in TinyModel::all(9) {
         let dir = tempfile::tempdir().unwrap();
         let vault = write_tiny(dir.path(), &model, "q4/64", "q8/64");
@@ -47,10 +47,11 @@ fn steps_that_answer_do_not_allocate() {
                 };
                 scheduler.submit(job).unwrap();
             }
-            // Prompts, and the first tokens: worker threads start, queues reach their sizes.
+            // Prompts, and the first tokens: queues reach their sizes.
             while told.load(Ordering::Relaxed) < 60 * jobs {
                 scheduler.step();
             }
+            all_threads_have_begun();
             let (warm, from) = (ALLOCATOR.allocations(), told.load(Ordering::Relaxed));
             while told.load(Ordering::Relaxed) < 160 * jobs {
                 scheduler.step();

@@ -58,6 +58,17 @@ impl std::fmt::Display for DeviceFacts {
     }
 }
 
+/// What a device is made to do at one of its allocations: for who wants to see what comes of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// It has no room for this one.
+    NoRoom,
+    /// Nor for any after it.
+    Full,
+    /// It is lost.
+    Lost,
+}
+
 /// What the kernels cannot do without.
 const NEEDED: wgpu::Features = wgpu::Features::SUBGROUP.union(wgpu::Features::IMMEDIATES);
 /// Bytes of immediates: sixteen words.
@@ -192,6 +203,8 @@ pub struct Gpu {
     /// What imports must be aligned to, or why there are none.
     pub(crate) import_alignment: Result<u64, String>,
     failed: Arc<OnceLock<String>>,
+    /// Allocations until a fault, and which.
+    fault: Mutex<Option<(usize, Fault)>>,
     pub(crate) fused: OnceLock<bool>,
     pub(crate) kernels: Mutex<HashMap<String, Arc<Kernel>>>,
 }
@@ -258,6 +271,7 @@ impl Gpu {
             queue,
             import_alignment,
             failed,
+            fault: Mutex::default(),
             fused: OnceLock::new(),
             kernels: Mutex::default(),
         })
@@ -299,6 +313,69 @@ impl Gpu {
         self.device.destroy();
     }
 
+    /// Has the allocation fail that follows so many others.
+    pub fn fail_at(&self, allocations: usize, fault: Fault) {
+        *self.fault.lock().unwrap_or_else(PoisonError::into_inner) = Some((allocations, fault));
+    }
+
+    /// How many allocations lie before that failure, if it is still to come or goes on.
+    #[must_use]
+    pub fn faults_after(&self) -> Option<usize> {
+        self.fault.lock().unwrap_or_else(PoisonError::into_inner).map(|(left, _)| left)
+    }
+
+    /// Nothing fails any longer that need not.
+    pub fn end_faults(&self) {
+        *self.fault.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+
+    /// Whether an allocation is to find no room.
+    fn is_to_fail(&self) -> bool {
+        let mut at = self.fault.lock().unwrap_or_else(PoisonError::into_inner);
+        match &mut *at {
+            None => false,
+            Some((0, Fault::Full)) => true,
+            Some((0, fault)) => {
+                let fault = *fault;
+                *at = None;
+                if fault == Fault::Lost {
+                    self.lose("lost at an allocation");
+                }
+                fault == Fault::NoRoom
+            }
+            Some((left, _)) => {
+                *left -= 1;
+                false
+            }
+        }
+    }
+
+    /// Makes a buffer.
+    pub(crate) fn allocate(
+        &self,
+        what: &str,
+        size: u64,
+        usage: wgpu::BufferUsages,
+    ) -> Result<wgpu::Buffer, GpuError> {
+        let no_room =
+            || GpuError::OutOfMemory { device: self.facts.to_string(), what: what.to_owned(), bytes: size };
+        if self.is_to_fail() {
+            return Err(no_room());
+        }
+        let make = || {
+            let label = Some(what);
+            self.device.create_buffer(&wgpu::BufferDescriptor {
+                label,
+                size,
+                usage,
+                mapped_at_creation: false,
+            })
+        };
+        let buffer = self.scoped(wgpu::ErrorFilter::OutOfMemory, make).map_err(|_| no_room())?;
+        self.check()?;
+        Ok(buffer)
+    }
+
     /// Whether everything so far has worked.
     ///
     /// # Errors
@@ -310,8 +387,9 @@ impl Gpu {
         }
     }
 
+    /// What was said first tells more than what followed from it.
     pub(crate) fn lost(&self, why: String) -> GpuError {
-        GpuError::Lost { device: self.facts.to_string(), why }
+        GpuError::Lost { device: self.facts.to_string(), why: self.failed.get().cloned().unwrap_or(why) }
     }
 
     /// Makes `f`'s objects, telling what the device says of them.

@@ -30,7 +30,7 @@ mod work;
 
 pub use attention::{Attention, AttentionHeads, AttentionOutputs, AttentionScratch};
 pub use coded::{CodedMatmul, Columns, ExactMatmul, Tuning, Weights};
-pub use device::{DeviceFacts, DeviceKind, Gpu, Software, devices};
+pub use device::{DeviceFacts, DeviceKind, Fault, Gpu, Software, devices};
 pub use error::GpuError;
 pub use experts::{Down, ExpertInput, ExpertLayout, GateUp};
 pub use float::FloatMatmul;

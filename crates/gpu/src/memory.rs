@@ -119,21 +119,11 @@ impl Gpu {
             let (device, what) = (self.facts().to_string(), what.to_owned());
             return Err(GpuError::Binding { device, what, bytes: size, most });
         }
-        let make = || {
-            self.device.create_buffer(&wgpu::BufferDescriptor {
-                label: Some(what),
-                size,
-                usage: wgpu::BufferUsages::STORAGE
-                    | wgpu::BufferUsages::COPY_SRC
-                    | wgpu::BufferUsages::COPY_DST
-                    | wgpu::BufferUsages::INDIRECT,
-                mapped_at_creation: false,
-            })
-        };
-        let buffer = self.scoped(wgpu::ErrorFilter::OutOfMemory, make).map_err(|_| {
-            GpuError::OutOfMemory { device: self.facts().to_string(), what: what.to_owned(), bytes: size }
-        })?;
-        self.check()?;
+        let usage = wgpu::BufferUsages::STORAGE
+            | wgpu::BufferUsages::COPY_SRC
+            | wgpu::BufferUsages::COPY_DST
+            | wgpu::BufferUsages::INDIRECT;
+        let buffer = self.allocate(what, size, usage)?;
         Ok(Slice { buffer, offset: 0, len: size })
     }
 

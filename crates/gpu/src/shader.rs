@@ -47,6 +47,14 @@ pub struct Op {
     pub(crate) group: wgpu::BindGroup,
 }
 
+impl Kernel {
+    /// Its name.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+}
+
 impl Op {
     /// Name of its kernel.
     #[must_use]
@@ -56,6 +64,12 @@ impl Op {
 }
 
 impl Gpu {
+    /// Every kernel that was compiled so far.
+    #[must_use]
+    pub fn compiled(&self) -> Vec<Arc<Kernel>> {
+        self.kernels.lock().unwrap_or_else(PoisonError::into_inner).values().cloned().collect()
+    }
+
     /// Name and WGSL of every kernel that was compiled so far: for those who look at what becomes of it.
     #[must_use]
     pub fn sources(&self) -> Vec<(String, String)> {

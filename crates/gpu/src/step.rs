@@ -1,10 +1,12 @@
 //! Steps: kernels recorded one after the other, submitted together, and waited for.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::device::{DeviceKind, IMMEDIATES};
 use crate::memory::Slice;
-use crate::shader::Op;
+use crate::shader::{Kernel, Op};
 use crate::{Gpu, GpuError};
 
 /// Commands on their way to the device. Each kernel sees what those before it wrote.
@@ -15,6 +17,15 @@ pub struct Step {
     encoder: wgpu::CommandEncoder,
     dispatches: u32,
     profile: Option<Profile>,
+    without: Option<LeftOut>,
+}
+
+/// A kernel that is not recorded.
+struct LeftOut {
+    kernel: Arc<Kernel>,
+    times: u32,
+    /// Of the last time.
+    grid: [u32; 3],
 }
 
 /// The device's clock around each kernel of a step.
@@ -67,7 +78,7 @@ impl Gpu {
     #[must_use]
     pub fn step(&self) -> Step {
         let encoder = self.device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
-        Step { queue: self.queue.clone(), pass: None, encoder, dispatches: 0, profile: None }
+        Step { queue: self.queue.clone(), pass: None, encoder, dispatches: 0, profile: None, without: None }
     }
 
     /// An empty step whose kernels are timed by the device's own clock; none if it cannot.
@@ -125,11 +136,16 @@ impl Gpu {
     /// # Errors
     /// If it failed, or does not answer within a minute.
     pub fn wait(&self, submitted: &Submitted) -> Result<(), GpuError> {
+        self.wait_until(submitted, |is_queue_empty| is_queue_empty)
+    }
+
+    /// The same; `is_done` is asked again and again, and told whether the device has nothing left to do.
+    fn wait_until(&self, submitted: &Submitted, is_done: impl Fn(bool) -> bool) -> Result<(), GpuError> {
         // A device at work beside the processor is asked again and again at first: being woken takes longer than a layer.
         let start = Instant::now();
         while self.facts().kind != DeviceKind::Software && start.elapsed() < SPIN {
             match self.device.poll(wgpu::PollType::Poll) {
-                Ok(status) if status.is_queue_empty() => break,
+                Ok(status) if is_done(status.is_queue_empty()) => break,
                 Ok(_) => std::hint::spin_loop(),
                 Err(e) => return Err(self.lost(e.to_string())),
             }
@@ -145,17 +161,8 @@ impl Gpu {
     /// # Errors
     /// If there is no room.
     pub fn readback(&self, len: u64) -> Result<Readback, GpuError> {
-        let make = || {
-            self.device.create_buffer(&wgpu::BufferDescriptor {
-                label: Some("readback"),
-                size: len.next_multiple_of(4),
-                usage: wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST,
-                mapped_at_creation: false,
-            })
-        };
-        let buffer = self.scoped(wgpu::ErrorFilter::OutOfMemory, make).map_err(|_| {
-            GpuError::OutOfMemory { device: self.facts().to_string(), what: "results".to_owned(), bytes: len }
-        })?;
+        let usage = wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST;
+        let buffer = self.allocate("results", len.next_multiple_of(4), usage)?;
         Ok(Readback { buffer })
     }
 
@@ -180,9 +187,13 @@ impl Gpu {
     ) -> Result<T, GpuError> {
         self.check()?;
         let range = 0..(len as u64).next_multiple_of(4);
-        readback.buffer.map_async(wgpu::MapMode::Read, range.clone(), |_| {});
-        // The mapping is a callback of the wait.
-        self.wait(submitted)?;
+        // The mapping is a callback of the wait. Steps behind this one may still be under way.
+        let mapped = Arc::new(AtomicBool::new(false));
+        let told = mapped.clone();
+        readback.buffer.map_async(wgpu::MapMode::Read, range.clone(), move |_| {
+            told.store(true, Ordering::Relaxed);
+        });
+        self.wait_until(submitted, |_| mapped.load(Ordering::Relaxed))?;
         let taken = {
             let view = readback.buffer.get_mapped_range(range).map_err(|e| self.lost(e.to_string()))?;
             take(&view[..len])
@@ -224,6 +235,12 @@ impl Step {
         if grid.contains(&0) {
             return;
         }
+        if let Some(without) =
+            self.without.as_mut().filter(|without| Arc::ptr_eq(&without.kernel, &op.kernel))
+        {
+            (without.times, without.grid) = (without.times + 1, grid);
+            return;
+        }
         let pass = self.pass.get_or_insert_with(|| {
             let desc = wgpu::ComputePassDescriptor { label: None, timestamp_writes: None };
             self.encoder.begin_compute_pass(&desc).forget_lifetime()
@@ -261,6 +278,17 @@ impl Step {
     pub fn read_back(&mut self, from: &Slice, to: &Readback, offset: u64) {
         self.pass = None;
         self.encoder.copy_buffer_to_buffer(&from.buffer, from.offset, &to.buffer, offset, from.len);
+    }
+
+    /// Leaves a kernel out from now on: for who wants to know what it takes among the others.
+    pub fn leave_out(&mut self, kernel: Arc<Kernel>) {
+        self.without = Some(LeftOut { kernel, times: 0, grid: [0; 3] });
+    }
+
+    /// How often it was left out, and its workgroups when it last was.
+    #[must_use]
+    pub fn left_out(&self) -> (u32, [u32; 3]) {
+        self.without.as_ref().map_or((0, [0; 3]), |without| (without.times, without.grid))
     }
 
     /// Kernels recorded so far.

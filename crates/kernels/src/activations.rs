@@ -374,7 +374,7 @@ impl Kernels {
     fn quantise_group(self, x: &[f32], codes: &mut [i8]) -> (f32, i32) {
         match self.isa() {
             // NEON is part of every aarch64 target.
-            Isa::Scalar | Isa::Neon => quantise_any(x, codes),
+            Isa::Scalar | Isa::Neon | Isa::NeonI8mm => quantise_any(x, codes),
             #[cfg(target_arch = "x86_64")]
             // SAFETY: a `Kernels` of this set proves that the machine has its features.
             Isa::Avx2 => unsafe { quantise_avx2(x, codes) },

@@ -5,6 +5,8 @@
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 
 use std::fmt;
 
@@ -21,7 +23,7 @@ pub struct EntropyDecoder {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Path {
-    /// Plain code: the definition. On aarch64, too.
+    /// Plain code: the definition.
     Scalar,
     /// Sixteen entries of a table at a time, and `pdep`.
     #[cfg(target_arch = "x86_64")]
@@ -29,6 +31,9 @@ enum Path {
     /// The table in four registers, eight streams a register.
     #[cfg(target_arch = "x86_64")]
     Avx512,
+    /// The table in eight registers, two streams a register.
+    #[cfg(target_arch = "aarch64")]
+    Neon,
 }
 
 impl EntropyDecoder {
@@ -71,6 +76,9 @@ impl EntropyDecoder {
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as above.
             Path::Avx512 => unsafe { avx512::decode(block) },
+            #[cfg(target_arch = "aarch64")]
+            // SAFETY: as above.
+            Path::Neon => unsafe { neon::decode(block) },
         }
     }
 }
@@ -83,6 +91,8 @@ impl fmt::Display for EntropyDecoder {
             Path::Avx2 => "avx2",
             #[cfg(target_arch = "x86_64")]
             Path::Avx512 => "avx512",
+            #[cfg(target_arch = "aarch64")]
+            Path::Neon => "neon",
         })
     }
 }
@@ -97,13 +107,18 @@ fn path(isa: Isa) -> Path {
     }
 }
 
-#[cfg(not(target_arch = "x86_64"))]
+#[cfg(target_arch = "aarch64")]
+fn path(isa: Isa) -> Path {
+    if isa == Isa::Scalar { Path::Scalar } else { Path::Neon }
+}
+
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 fn path(_: Isa) -> Path {
     Path::Scalar
 }
 
-/// Of every state: its code and its bits, in one byte.
-#[cfg(target_arch = "x86_64")]
+/// Two tables of half bytes as one: `low` in the lower halves.
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 fn pairs(low: &[u8; 128], high: &[u8; 128]) -> [u8; 128] {
     std::array::from_fn(|i| low[i] | high[i] << 4)
 }

@@ -13,11 +13,13 @@ pub enum Isa {
     Avx512,
     /// aarch64 with NEON and its int8 dot product: Apple's M series, servers and phones since about 2018.
     Neon,
+    /// The same with int8 matrix products (`i8mm`): Apple's from the M2 on, servers since about 2021.
+    NeonI8mm,
 }
 
 impl Isa {
     /// All of them, the plainest first.
-    pub const ALL: [Self; 4] = [Self::Scalar, Self::Avx2, Self::Avx512, Self::Neon];
+    pub const ALL: [Self; 5] = [Self::Scalar, Self::Avx2, Self::Avx512, Self::Neon, Self::NeonI8mm];
 
     /// The name that `SMOE_KERNELS` takes and that reports show.
     #[must_use]
@@ -27,6 +29,7 @@ impl Isa {
             Self::Avx2 => "avx2",
             Self::Avx512 => "avx512",
             Self::Neon => "neon",
+            Self::NeonI8mm => "neon-i8mm",
         }
     }
 
@@ -55,8 +58,10 @@ impl Isa {
                 std::arch::is_aarch64_feature_detected!("neon")
                     && std::arch::is_aarch64_feature_detected!("dotprod")
             }
+            #[cfg(target_arch = "aarch64")]
+            Self::NeonI8mm => Self::Neon.is_available() && std::arch::is_aarch64_feature_detected!("i8mm"),
             #[cfg(not(target_arch = "aarch64"))]
-            Self::Neon => false,
+            Self::Neon | Self::NeonI8mm => false,
         }
     }
 }
@@ -93,7 +98,7 @@ impl fmt::Display for KernelsError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Unknown { name } => {
-                write!(f, "no kernels are called `{name}`: use scalar, avx2, avx512 or neon")
+                write!(f, "no kernels are called `{name}`: use scalar, avx2, avx512, neon or neon-i8mm")
             }
             Self::Unavailable { isa } => write!(f, "this machine cannot run {isa} kernels"),
         }
@@ -118,7 +123,7 @@ impl Kernels {
         Self { isa: isa.unwrap_or(Isa::Scalar) }
     }
 
-    /// The kernels called `name` (`scalar`, `avx2`, `avx512`, `neon`), or the fastest ones for `None`.
+    /// The kernels called `name` (`scalar`, `avx2`, `avx512`, `neon`, `neon-i8mm`), or the fastest ones for `None`.
     ///
     /// # Errors
     /// If there is no such name, or this machine lacks them.
@@ -162,7 +167,7 @@ mod tests {
                 Isa::Avx2 | Isa::Avx512 if cfg!(not(target_arch = "x86_64")) => {
                     assert_eq!(kernels, Err(KernelsError::Unavailable { isa }));
                 }
-                Isa::Neon if cfg!(not(target_arch = "aarch64")) => {
+                Isa::Neon | Isa::NeonI8mm if cfg!(not(target_arch = "aarch64")) => {
                     assert_eq!(kernels, Err(KernelsError::Unavailable { isa }));
                 }
                 _ => assert_eq!(kernels.is_ok(), Kernels::available().contains(&Kernels { isa })),

@@ -48,7 +48,7 @@ impl Kernels {
             Isa::Avx2 => unsafe { avx2::run(op) },
             // SAFETY: as above.
             #[cfg(target_arch = "aarch64")]
-            Isa::Neon => unsafe { neon::run(op) },
+            Isa::Neon | Isa::NeonI8mm => unsafe { neon::run(op) },
             _ => op.scalar(),
         }
     }

@@ -20,5 +20,5 @@ pub use counter::Counter;
 pub use phase::{Phase, PhaseClock, PhaseMeter, PhaseSnapshot};
 pub use routing::{RouteMeter, RouteSnapshot};
 pub use step::{Step, StepLog};
-pub use store::{StoreMeter, StoreSnapshot};
+pub use store::{ByMisses, MISS_COUNTS, StoreMeter, StoreSnapshot};
 pub use tier::{TierMeter, TierSnapshot};

@@ -3,6 +3,9 @@
 use crate::{Busy, Counter};
 use std::ops::{Add, Sub};
 
+/// Counts of [`StoreMeter::demands_by_misses`].
+pub const MISS_COUNTS: usize = 17;
+
 /// The counters of one expert store.
 ///
 /// The *owner* is the thread that demands experts; *readers* are the threads that read the disk.
@@ -14,6 +17,9 @@ pub struct StoreMeter {
     /// Experts demanded that were not resident, or whose slot was needed for what comes before them in the same
     /// batch (owner).
     pub demand_misses: Counter,
+    /// Demands, that is layers of steps, by how many of their experts had to be waited for when they were made: none,
+    /// one, two, ..., the last count being of so many and more (owner).
+    pub demands_by_misses: [Counter; MISS_COUNTS],
     /// Resident experts whose slot was given to another, or given up (owner).
     pub evictions: Counter,
     /// Time that the owner was blocked because nothing that it demanded was ready, in nanoseconds (owner).
@@ -56,11 +62,18 @@ pub struct StoreMeter {
 }
 
 impl StoreMeter {
+    /// Counts a demand and its misses.
+    pub fn count_demand(&self, misses: usize) {
+        self.demand_misses.add(misses as u64);
+        self.demands_by_misses[misses.min(MISS_COUNTS - 1)].add(1);
+    }
+
     /// All counters, as they are now.
     pub fn snapshot(&self) -> StoreSnapshot {
         StoreSnapshot {
             demand_hits: self.demand_hits.get(),
             demand_misses: self.demand_misses.get(),
+            demands_by_misses: ByMisses(self.demands_by_misses.each_ref().map(Counter::get)),
             evictions: self.evictions.get(),
             wait_ns: self.wait_ns.get(),
             loads: self.loads.get(),
@@ -84,12 +97,53 @@ impl StoreMeter {
     }
 }
 
+/// Demands by their misses: [`StoreMeter::demands_by_misses`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ByMisses([u64; MISS_COUNTS]);
+
+impl Default for ByMisses {
+    fn default() -> Self {
+        Self([0; MISS_COUNTS])
+    }
+}
+
+impl ByMisses {
+    /// Pairs of misses and demands that had so many. Those that had too many to be counted apart share what is left of
+    /// `all` misses.
+    pub fn pairs(&self, all: u64) -> impl Iterator<Item = (f64, u64)> {
+        let last = MISS_COUNTS - 1;
+        let counted: u64 = self.0[..last].iter().zip(0..).map(|(demands, misses)| demands * misses).sum();
+        let many = (all.saturating_sub(counted) as f64 / self.0[last].max(1) as f64).max(last as f64);
+        self.0
+            .into_iter()
+            .enumerate()
+            .map(move |(n, demands)| (if n == last { many } else { n as f64 }, demands))
+    }
+}
+
+impl Sub for ByMisses {
+    type Output = Self;
+
+    fn sub(self, earlier: Self) -> Self {
+        Self(std::array::from_fn(|n| self.0[n].saturating_sub(earlier.0[n])))
+    }
+}
+
+impl Add for ByMisses {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self(std::array::from_fn(|n| self.0[n] + other.0[n]))
+    }
+}
+
 /// The counters of [`StoreMeter`] at one time, or, after subtraction, over an interval. Same names, same units.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[allow(missing_docs, reason = "each field is documented on `StoreMeter`, its one definition")]
 pub struct StoreSnapshot {
     pub demand_hits: u64,
     pub demand_misses: u64,
+    pub demands_by_misses: ByMisses,
     pub evictions: u64,
     pub wait_ns: u64,
     pub loads: u64,
@@ -139,6 +193,7 @@ impl Sub for StoreSnapshot {
         Self {
             demand_hits: self.demand_hits.saturating_sub(earlier.demand_hits),
             demand_misses: self.demand_misses.saturating_sub(earlier.demand_misses),
+            demands_by_misses: self.demands_by_misses - earlier.demands_by_misses,
             evictions: self.evictions.saturating_sub(earlier.evictions),
             wait_ns: self.wait_ns.saturating_sub(earlier.wait_ns),
             loads: self.loads.saturating_sub(earlier.loads),
@@ -170,6 +225,7 @@ impl Add for StoreSnapshot {
         Self {
             demand_hits: self.demand_hits + other.demand_hits,
             demand_misses: self.demand_misses + other.demand_misses,
+            demands_by_misses: self.demands_by_misses + other.demands_by_misses,
             evictions: self.evictions + other.evictions,
             wait_ns: self.wait_ns + other.wait_ns,
             loads: self.loads + other.loads,
@@ -207,6 +263,18 @@ mod tests {
         meter.demand_hits.add(3);
         meter.demand_misses.add(1);
         assert_eq!(meter.snapshot().hit_rate(), Some(0.75));
+    }
+
+    #[test]
+    fn demands_with_many_misses_share_what_is_left() {
+        let meter = StoreMeter::default();
+        for misses in [0, 3, 3, 40, 50] {
+            meter.count_demand(misses);
+        }
+        let by = meter.snapshot().demands_by_misses;
+        let pairs: Vec<_> = by.pairs(96).filter(|&(_, demands)| demands > 0).collect();
+        assert_eq!(pairs, [(0.0, 1), (3.0, 2), (45.0, 2)]);
+        assert_eq!(by - by, ByMisses::default());
     }
 
     #[test]

@@ -17,6 +17,10 @@ pub struct TierMeter {
     pub evictions: Counter,
     /// Times that the device was handed work.
     pub submits: Counter,
+    /// Time of handing it over, in nanoseconds.
+    pub submit_ns: Counter,
+    /// Time of recording what comes next while the device works, in nanoseconds.
+    pub ahead_ns: Counter,
     /// Times that the host waited for it.
     pub waits: Counter,
     /// Time of these waits, in nanoseconds.
@@ -35,6 +39,8 @@ impl TierMeter {
             load_bytes: self.load_bytes.get(),
             evictions: self.evictions.get(),
             submits: self.submits.get(),
+            submit_ns: self.submit_ns.get(),
+            ahead_ns: self.ahead_ns.get(),
             waits: self.waits.get(),
             wait_ns: self.wait_ns.get(),
             dispatches: self.dispatches.get(),
@@ -52,6 +58,8 @@ pub struct TierSnapshot {
     pub load_bytes: u64,
     pub evictions: u64,
     pub submits: u64,
+    pub submit_ns: u64,
+    pub ahead_ns: u64,
     pub waits: u64,
     pub wait_ns: u64,
     pub dispatches: u64,
@@ -78,6 +86,8 @@ impl std::ops::Sub for TierSnapshot {
             load_bytes: self.load_bytes.saturating_sub(earlier.load_bytes),
             evictions: self.evictions.saturating_sub(earlier.evictions),
             submits: self.submits.saturating_sub(earlier.submits),
+            submit_ns: self.submit_ns.saturating_sub(earlier.submit_ns),
+            ahead_ns: self.ahead_ns.saturating_sub(earlier.ahead_ns),
             waits: self.waits.saturating_sub(earlier.waits),
             wait_ns: self.wait_ns.saturating_sub(earlier.wait_ns),
             dispatches: self.dispatches.saturating_sub(earlier.dispatches),

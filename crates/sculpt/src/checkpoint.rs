@@ -6,6 +6,7 @@
 //! opening (the module `source`).
 
 use std::borrow::Cow;
+use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::ops::Range;
@@ -22,13 +23,15 @@ use crate::error::{SculptError, Warning};
 use crate::family::{Hybrid, Place};
 use crate::files::{self, OnDisk, WeightFiles};
 use crate::source::{
-    At, Codes, Files, Form, Packing, Part, Raw, Shard, Source, Span, Stored, Unread, gguf, resolve,
+    At, Codes, Files, Form, Packing, Part, Raw, Rows, Shard, Source, Span, Stored, Unread, gguf, resolve,
 };
 
 const SINGLE: &str = "model.safetensors";
 pub(crate) const INDEX: &str = "model.safetensors.index.json";
 /// The format's own bound on a header.
 const MAX_HEADER: u64 = 100_000_000;
+/// Names shown of a longer list.
+const EXAMPLES: usize = 12;
 /// Bytes of a sampled tensor that go into the fingerprint.
 const SAMPLE: u64 = 4096;
 
@@ -92,7 +95,7 @@ impl SideFile {
 
 impl Checkpoint {
     /// Opens a directory, a single `.safetensors` file with `config.json` beside it, or a `.gguf` file (of a
-    /// split one any part), and reads all headers.
+    /// split one any part, or the directory that holds it alone), and reads all headers.
     ///
     /// # Errors
     /// If something is missing, cut short, or ambiguous; named.
@@ -116,9 +119,12 @@ impl Checkpoint {
             let what = "it has no tokenizer.json".to_owned();
             return Err(SculptError::Tokenizer { file: dir.to_owned(), what });
         }
-        let gguf = path.extension().is_some_and(|e| e == "gguf") && files.has(path);
-        let mut checkpoint =
-            if gguf { Self::open_gguf(path, files)? } else { Self::open_safetensors(path, files)? };
+        let named = path.extension().is_some_and(|e| e == "gguf") && files.has(path);
+        let gguf = if named { Some(path.to_owned()) } else { gguf_in(path, files)? };
+        let mut checkpoint = match gguf {
+            Some(gguf) => Self::open_gguf(&gguf, files)?,
+            None => Self::open_safetensors(path, files)?,
+        };
         checkpoint.tokenizer = tokenizer.map(Path::to_owned);
         Ok(checkpoint)
     }
@@ -161,11 +167,11 @@ impl Checkpoint {
         };
         let config_path = dir.join("config.json");
         if !config_path.is_file() {
-            return Err(nothing("it has no config.json (name a GGUF file itself, not its directory)"));
+            return Err(nothing("it has neither config.json nor a GGUF file"));
         }
         let config = std::fs::read(&config_path).map_err(SculptError::io("read", &config_path))?;
         let mut config = serde_json::from_slice(&config).map_err(SculptError::json(&config_path))?;
-        let packing = Packing::take(&mut config)?;
+        let mut packing = Packing::take(&mut config)?;
 
         let mut warnings = Vec::new();
         let (names, index) = match single {
@@ -201,8 +207,12 @@ impl Checkpoint {
             metadata: None,
             tokenizer: None,
         };
-        let raw = checkpoint.collect(index.unwrap_or_default())?;
-        let halves = family_of(&checkpoint.config).is_ok_and(|family| family.hybrid != Hybrid::None);
+        let mut raw = checkpoint.collect(index.unwrap_or_default())?;
+        let family = family_of(&checkpoint.config).ok();
+        if family.is_some_and(|family| family.text.is_some()) {
+            raw = packing.publish(raw);
+        }
+        let halves = family.is_some_and(|family| family.hybrid != Hybrid::None);
         checkpoint.tensors = resolve(&raw, &packing, halves);
         checkpoint.spans = raw.into_iter().map(|(name, tensor)| (name, tensor.span())).collect();
         Ok(checkpoint)
@@ -385,11 +395,13 @@ impl Checkpoint {
         let cols = shape.last().copied().unwrap_or(1);
         let rows = shape.iter().rev().skip(1).product();
         let (encoding, order) = (form.encoding(), stored.order);
-        Ok(Some(Source { encoding, rows, cols, form, order, part: Part::Whole }.part(*part)))
+        Ok(Some(
+            Source { encoding, rows, cols, form, order, part: Part::Whole }.part(stored.change.part(*part)),
+        ))
     }
 
     fn files(&self) -> Files<'_> {
-        Files(&self.shards)
+        Files::new(&self.shards)
     }
 
     /// The weight files; by their place in this list items name them.
@@ -476,14 +488,30 @@ impl Checkpoint {
 
     /// Tells `files` what the fingerprint will read.
     pub(crate) fn expect_samples(&self, files: &dyn WeightFiles) -> Result<(), SculptError> {
-        let place = |(_, at, bytes): (&str, At, usize)| files::Place {
+        self.expect(files, self.samples().map(|(_, at, len)| Span { at, bytes: len as u64 }))
+    }
+
+    /// Tells `files` which rows will be read before any file is fetched: what decides codes.
+    pub(crate) fn expect_rows(&self, files: &dyn WeightFiles, rows: &[Rows]) -> Result<(), SculptError> {
+        if !files.arrives() {
+            return Ok(());
+        }
+        let noted = RefCell::default();
+        let (mut raw, mut codes, mut values) = (Vec::new(), Codes::default(), Vec::new());
+        for (source, rows) in rows {
+            let noting = Files::noting(&self.shards, &noted);
+            source.read_rows(noting, rows.clone(), &mut raw, &mut codes, &mut values)?;
+        }
+        self.expect(files, noted.into_inner().into_iter())
+    }
+
+    fn expect(&self, files: &dyn WeightFiles, spans: impl Iterator<Item = Span>) -> Result<(), SculptError> {
+        let place = |Span { at, bytes }| files::Place {
             path: &self.shards[at.shard].path,
             offset: at.offset,
-            bytes,
+            bytes: bytes as usize,
         };
-        files
-            .expect(&self.samples().map(place).collect::<Vec<_>>())
-            .map_err(SculptError::io("read", &self.dir))
+        files.expect(&spans.map(place).collect::<Vec<_>>()).map_err(SculptError::io("read", &self.dir))
     }
 
     /// Which files these are, not only what they hold ([`WeightFile::stamp`](crate::WeightFile::stamp)). Unfinished work goes on
@@ -535,6 +563,40 @@ impl Shard {
         let mut header = vec![0; self.header.len()];
         self.file.read_exact_at(&mut header, start).map_err(SculptError::io("read", &self.path))?;
         if header == self.header { Ok(()) } else { Err(SculptError::Changed { path: self.path.clone() }) }
+    }
+}
+
+/// The one GGUF file of a directory that has no safetensors, or of a split one its first part; `None` if there is none.
+/// What sees images (`mmproj-`) does not count.
+fn gguf_in(dir: &Path, files: &dyn WeightFiles) -> Result<Option<PathBuf>, SculptError> {
+    if !dir.is_dir() || files.has(&dir.join(SINGLE)) || dir.join(INDEX).is_file() {
+        return Ok(None);
+    }
+    // By the name without the part's number.
+    let mut found: BTreeMap<String, String> = BTreeMap::new();
+    for entry in std::fs::read_dir(dir).map_err(SculptError::io("read", dir))? {
+        let name = entry.map_err(SculptError::io("read", dir))?.file_name();
+        let Some(name) = name.to_str().filter(|name| name.ends_with(".gguf")) else { continue };
+        if name.starts_with("mmproj") {
+            continue;
+        }
+        let whole = gguf::without_part(name).unwrap_or_else(|| name.to_owned());
+        let first = found.entry(whole).or_insert_with(|| name.to_owned());
+        if name < first.as_str() {
+            name.clone_into(first);
+        }
+    }
+    let names: Vec<&str> = found.values().map(String::as_str).collect();
+    match names[..] {
+        [] => Ok(None),
+        [name] => Ok(Some(dir.join(name))),
+        [..] => {
+            let more = names.len().saturating_sub(EXAMPLES);
+            let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+            let listed = names.iter().take(EXAMPLES).copied().collect::<Vec<_>>().join(", ");
+            let what = format!("it has several GGUF files; name one: {listed}{more}");
+            Err(SculptError::NoCheckpoint { path: dir.to_owned(), what })
+        }
     }
 }
 

@@ -11,7 +11,7 @@ use smoe_format::{Encoding, ExpertKey, LayerTable, RECORD_ALIGN, Uniform, Zero};
 
 use crate::checkpoint::Checkpoint;
 use crate::error::SculptError;
-use crate::source::Source;
+use crate::source::{Rows, Source};
 
 /// Tensors that are looked at to find the step, and about how many weights of each.
 const SAMPLE: (usize, usize) = (48, 1 << 17);
@@ -167,6 +167,18 @@ pub(crate) fn row_encoding(most: usize, cols: usize) -> Option<Uniform> {
     Uniform::new(4, whole.unwrap_or(most), Zero::Symmetric)
 }
 
+/// The rows of a [`Sample`].
+pub(crate) fn sampled_rows(experts: &[(ExpertKey, [Source; 3])]) -> Vec<Rows> {
+    let all = 3 * experts.len();
+    let count = SAMPLE.0.min(all);
+    let rows = |i: usize| {
+        let tensor = i * all / count;
+        let source = experts[tensor / 3].1[tensor % 3];
+        (source, 0..(SAMPLE.1 / source.cols.max(1)).clamp(1, source.rows))
+    };
+    (0..count).map(rows).collect()
+}
+
 /// Rows of some tensors, in mean magnitudes, by which bits are told beforehand.
 pub(crate) struct Sample {
     /// Tensor by tensor: rows, where they are from, the group of their codes.
@@ -179,8 +191,6 @@ impl Sample {
         experts: &[(ExpertKey, [Source; 3])],
         layers: &[LayerTable],
     ) -> Result<Self, SculptError> {
-        let all = 3 * experts.len();
-        let (count, most) = (SAMPLE.0.min(all), SAMPLE.1);
         let group_of = |cols: usize| {
             let mut entries = layers.iter().flat_map(|layer| &layer.tensors).filter(|t| t.cols == cols);
             let group = entries.find_map(|t| match t.encoding {
@@ -190,12 +200,9 @@ impl Sample {
             group.unwrap_or(128)
         };
         let (mut raw, mut values) = (Vec::new(), Vec::new());
-        let mut tensors = Vec::with_capacity(count);
-        for i in 0..count {
-            let tensor = i * all / count;
-            let source = experts[tensor / 3].1[tensor % 3];
-            let rows = (most / source.cols.max(1)).clamp(1, source.rows);
-            checkpoint.read_rows(&source, 0..rows, &mut raw, &mut values)?;
+        let mut tensors = Vec::new();
+        for (source, rows) in sampled_rows(experts) {
+            checkpoint.read_rows(&source, rows, &mut raw, &mut values)?;
             for row in values.chunks_exact_mut(source.cols) {
                 let per_step = per_step(magnitude(row), 1.0);
                 row.iter_mut().for_each(|w| *w *= per_step);

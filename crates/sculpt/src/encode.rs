@@ -18,7 +18,7 @@ use crate::plan::{Item, Plan, row_offset, runs};
 use crate::progress::Progress;
 use crate::quantise::{self, Feedback, encode_with_feedback};
 use crate::settings::{Recipe, Role, Settings};
-use crate::source::{Codes, Kept, Source};
+use crate::source::{Codes, Kept, Rows, Source};
 use crate::workers;
 
 static ZEROS: [u8; 4096] = [0; 4096];
@@ -326,18 +326,30 @@ impl StepSearch<'_> {
     pub fn find(&self, bpw: f64) -> Result<f32, SculptError> {
         self.progress.phase("finding the step");
         let sample = coded::Sample::new(self.checkpoint, self.experts, self.layers)?;
-        let tried = TRIED.0.min(self.experts.len());
-        let tried: Vec<_> = (0..tried)
-            .map(|i| &self.experts[(2 * i + 1) * self.experts.len() / (2 * tried)])
-            .map(|(key, tensors)| (*key, tensors, self.table(*key)))
-            .filter(|(_, tensors, table)| may_feed_back(tensors, table))
-            .collect();
+        let tried = self.tried();
         match self.statistics {
             Some(statistics) if !tried.is_empty() => {
                 keep_budget(bpw, |bpw| sample.step(bpw), |step| self.fed_bits(statistics, &tried, step))
             }
             _ => Ok(sample.step(bpw)),
         }
+    }
+
+    /// What it reads.
+    pub fn rows(&self) -> Vec<Rows> {
+        let tried = if self.statistics.is_some() { self.tried() } else { Vec::new() };
+        let whole = tried.iter().flat_map(|(_, tensors, _)| tensors.map(|source| (source, 0..source.rows)));
+        coded::sampled_rows(self.experts).into_iter().chain(whole).collect()
+    }
+
+    /// The experts that are coded to see what feedback adds.
+    fn tried(&self) -> Vec<(ExpertKey, &[Source; 3], &LayerTable)> {
+        let tried = TRIED.0.min(self.experts.len());
+        (0..tried)
+            .map(|i| &self.experts[(2 * i + 1) * self.experts.len() / (2 * tried)])
+            .map(|(key, tensors)| (*key, tensors, self.table(*key)))
+            .filter(|(_, tensors, table)| may_feed_back(tensors, table))
+            .collect()
     }
 
     fn table(&self, key: ExpertKey) -> &LayerTable {

@@ -136,6 +136,17 @@ pub enum SculptError {
         /// Its type.
         found: String,
     },
+    /// Tensors of the model are of types that this build does not read.
+    #[error(
+        "weights are of types that this build does not read: {}; it reads BF16, F16, F32, FP8 in blocks, MXFP4, the \
+         codes of MLX, GPTQ and AWQ, and of GGUF Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, IQ4_NL and MXFP4: take \
+         a file of those (a Q4_K_M, Q5_K_M, Q6_K or Q8_0 has no others), or the checkpoint that it was made of",
+        .types.join(", ")
+    )]
+    Types {
+        /// Each with how many there are, and one of them.
+        types: Vec<String>,
+    },
     /// A packed tensor's parts are missing or contradict each other.
     #[error("tensor `{tensor}` in {}: {what}", .file.display())]
     Packed {

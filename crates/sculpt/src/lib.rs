@@ -41,6 +41,6 @@ pub use files::{OnDisk, WeightFile, WeightFiles, small_files};
 pub use measure::{CodeCounts, KindError, compare_codes, measure_error};
 pub use progress::Progress;
 pub use sculpt::{DryRun, Outcome, dry_run, dry_run_of, read_head, sculpt, sculpt_of};
-pub use settings::{BackboneBits, BitsPerWeight, Levels, Recipe, Settings};
+pub use settings::{BackboneBits, BitsPerWeight, Levels, Recipe, Settings, earlier_codes};
 pub use synth::{Shape, SynthOptions, Synthesis, Synthetic, synth, token_stream};
 pub use verify::{Damage, Problem, Report, verify};

@@ -13,6 +13,7 @@ use smoe_format::file_name;
 use crate::error::SculptError;
 use crate::journal::{self, Journal};
 use crate::plan::parent_of;
+use crate::settings::codec_of;
 use crate::vault;
 
 pub(crate) const JOURNAL: &str = "journal";
@@ -182,8 +183,17 @@ pub(crate) fn differs(found: &Provenance, expected: &Provenance) -> Option<(&'st
     if found.fingerprint != expected.fingerprint {
         return Some(("another checkpoint", short(&found.fingerprint), short(&expected.fingerprint)));
     }
-    (found.settings != expected.settings)
-        .then(|| ("other settings", found.settings.clone(), expected.settings.clone()))
+    if found.settings == expected.settings {
+        return None;
+    }
+    let (earlier, same) = (codec_of(&found.settings), codec_of(&expected.settings));
+    let what = match (earlier, same) {
+        (Some((a, rest)), Some((b, same))) if a < b && rest == same => {
+            "the codes of an earlier version, otherwise the same, and can be used as it is"
+        }
+        _ => "other settings",
+    };
+    Some((what, found.settings.clone(), expected.settings.clone()))
 }
 
 /// `.NAME.SUFFIX` beside `vault`.
@@ -258,5 +268,26 @@ impl<'a> Ledger<'a> {
             .write_all(lines.as_bytes())
             .and_then(|()| journal.sync_data())
             .map_err(SculptError::io("write", &self.path))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_earlier_codec_is_told_from_other_settings() {
+        let of = |settings: &str| Provenance { fingerprint: "f".to_owned(), settings: settings.to_owned() };
+        let what = |found: &str, expected: &str| differs(&of(found), &of(expected)).map(|(what, ..)| what);
+        assert_eq!(what("codec=3 experts=q4/64", "codec=3 experts=q4/64"), None);
+        let earlier = what("codec=2 experts=q4/64", "codec=3 experts=q4/64");
+        assert!(earlier.is_some_and(|what| what.contains("earlier version")), "{earlier:?}");
+        for (found, expected) in [
+            ("codec=3 experts=q4/64", "codec=2 experts=q4/64"),
+            ("codec=2 experts=q3/64", "codec=3 experts=q4/64"),
+            ("nothing", "codec=3 experts=q4/64"),
+        ] {
+            assert_eq!(what(found, expected), Some("other settings"), "{found}");
+        }
     }
 }

@@ -22,10 +22,11 @@ use crate::config::{family_of, spec_from_config};
 use crate::encode::{Scratch, StepSearch, encode_rows};
 use crate::error::{SculptError, Warning};
 use crate::family::{Family, Hybrid, Place};
+use crate::files::WeightFiles;
 use crate::progress::Progress;
 use crate::quantise::fit_table;
 use crate::settings::{Recipe, Role, Settings};
-use crate::source::Source;
+use crate::source::{Rows, Source};
 use crate::tokenizer;
 use crate::workers::{self, stopped};
 
@@ -68,8 +69,15 @@ impl Sources {
         let spec = cut(&whole, settings)?;
 
         let mut missing = Vec::new();
+        let mut unread: BTreeMap<String, (usize, String)> = BTreeMap::new();
         let mut find = |place: &Place| {
-            let found = checkpoint.source(place)?;
+            let found = match checkpoint.source(place) {
+                Err(SculptError::Dtype { tensor, found, .. }) => {
+                    unread.entry(found).or_insert((0, tensor)).0 += 1;
+                    return Ok(None);
+                }
+                other => other?,
+            };
             if found.is_none() {
                 missing.push(place.name.clone());
             }
@@ -99,6 +107,12 @@ impl Sources {
                 }
             }
         }
+        if !unread.is_empty() {
+            let types = unread.into_iter();
+            let types =
+                types.map(|(name, (count, example))| format!("{name} ({count}, such as `{example}`)"));
+            return Err(SculptError::Types { types: types.collect() });
+        }
         if !missing.is_empty() {
             return Err(SculptError::MissingTensors {
                 count: missing.len(),
@@ -116,18 +130,22 @@ impl Sources {
     /// How the experts of every MoE layer are coded.
     fn expert_encodings(
         &self,
-        checkpoint: &Checkpoint,
+        (checkpoint, files): (&Checkpoint, &dyn WeightFiles),
         settings: &Settings,
         stop: &AtomicBool,
     ) -> Result<BTreeMap<u32, [Encoding; 3]>, SculptError> {
         let Some(bpw) = settings.bpw else {
-            return self.equal_encodings(checkpoint, settings, stop);
+            return self.equal_encodings((checkpoint, files), settings, stop);
         };
         let widths = WIDTHS
-            .map(|bits| self.equal_encodings(checkpoint, &Settings { bits, ..settings.clone() }, stop))
+            .map(|bits| {
+                self.equal_encodings((checkpoint, files), &Settings { bits, ..settings.clone() }, stop)
+            })
             .into_iter()
             .collect::<Result<Vec<_>, _>>()?;
         let n_experts = self.spec.moe.n_experts as u64;
+        let measured = self.measured_rows();
+        checkpoint.expect_rows(files, &measured.concat())?;
         let mut candidates = Vec::new();
         let mut weights = 0;
         for layer in self.spec.moe_layers().map(|layer| layer as u32) {
@@ -138,7 +156,8 @@ impl Sources {
                     .map(|width| width[&layer][p])
                     .map(|e| (e, n_experts * e.tensor_bytes(rows, cols).unwrap_or(usize::MAX) as u64))
                     .collect();
-                let errors = self.errors(checkpoint, (layer, p), &encodings, settings.recipe, stop)?;
+                let errors =
+                    self.errors(checkpoint, &measured[candidates.len()], &encodings, settings.recipe, stop)?;
                 weights += n_experts * (rows * cols) as u64;
                 candidates.push(Candidate { encodings, errors, projection });
             }
@@ -158,25 +177,35 @@ impl Sources {
         Ok(encodings)
     }
 
-    /// Squared error over power of a sample of one kind of a layer, under each encoding.
+    /// By which rows the widths of a budget are chosen: those of gate, up and down of each layer.
+    fn measured_rows(&self) -> Vec<Vec<Rows>> {
+        let mut all = Vec::new();
+        for layer in self.spec.moe_layers() {
+            let of_layer = || self.experts.iter().filter(|(key, _)| key.layer as usize == layer);
+            let step = of_layer().count().div_ceil(MEASURED_EXPERTS).max(1);
+            for p in 0..Projection::ALL.len() {
+                let first = |(_, tensors): &(_, [Source; 3])| (tensors[p], 0..tensors[p].rows.min(ROWS));
+                all.push(of_layer().step_by(step).map(first).collect());
+            }
+        }
+        all
+    }
+
+    /// Squared error over power of a sample, under each encoding.
     fn errors(
         &self,
         checkpoint: &Checkpoint,
-        (layer, p): (u32, usize),
+        sample: &[Rows],
         encodings: &[(Encoding, u64)],
         recipe: Recipe,
         stop: &AtomicBool,
     ) -> Result<Vec<f64>, SculptError> {
         let mut sums = vec![(0.0, 0.0); encodings.len()];
         let mut scratch = Scratch::default();
-        let of_layer = || self.experts.iter().filter(|(key, _)| key.layer == layer);
-        let step = of_layer().count().div_ceil(MEASURED_EXPERTS).max(1);
-        for (_, tensors) in of_layer().step_by(step) {
+        for (source, rows) in sample {
             if stopped(stop) {
                 return Err(SculptError::Stopped);
             }
-            let source = &tensors[p];
-            let rows = 0..source.rows.min(ROWS);
             let mut row = vec![0.0; source.cols];
             let mut weights = Vec::new();
             checkpoint.read_rows(source, rows.clone(), &mut scratch.raw, &mut weights)?;
@@ -197,12 +226,10 @@ impl Sources {
     /// The same width everywhere.
     fn equal_encodings(
         &self,
-        checkpoint: &Checkpoint,
+        (checkpoint, files): (&Checkpoint, &dyn WeightFiles),
         settings: &Settings,
         stop: &AtomicBool,
     ) -> Result<BTreeMap<u32, [Encoding; 3]>, SculptError> {
-        let tables =
-            if settings.fits_levels() { self.fit_tables(checkpoint, settings, stop)? } else { [None; 3] };
         let mut encodings = BTreeMap::new();
         for layer in self.spec.moe_layers() {
             let layer = layer as u32;
@@ -211,44 +238,61 @@ impl Sources {
             for (p, projection) in Projection::ALL.into_iter().enumerate() {
                 let source = common_type(of_layer().map(|(_, tensors)| tensors[p].encoding));
                 kinds[p] = settings.encoding(Role::Expert { layer, projection }, source);
-                // Codes that the checkpoint has are affine, or have their own table.
-                if let (Some(table), Encoding::Uniform(uniform)) = (tables[p], kinds[p])
-                    && uniform.zero() == Zero::Symmetric
-                {
-                    kinds[p] = table.into();
-                }
             }
             encodings.insert(layer, kinds);
+        }
+        if settings.fits_levels() {
+            // Codes that the checkpoint has are affine, or have their own table.
+            let is_fitted =
+                |kind| matches!(kind, Encoding::Uniform(uniform) if uniform.zero() == Zero::Symmetric);
+            let fitted = [0, 1, 2].map(|p| encodings.values().any(|kinds| is_fitted(kinds[p])));
+            let tables = self.fit_tables((checkpoint, files), fitted, settings, stop)?;
+            for kinds in encodings.values_mut() {
+                for (kind, table) in kinds.iter_mut().zip(tables).filter(|(kind, _)| is_fitted(**kind)) {
+                    *kind = table.map_or(*kind, Encoding::Table);
+                }
+            }
         }
         Ok(encodings)
     }
 
-    /// Fits the tables of gate, up and down, to a sample of experts of all layers.
+    /// To which rows of one kind a table is fitted: by turns from different places, so that no layer is sampled by the
+    /// same expert always.
+    fn fitted_rows(&self, p: usize) -> Vec<Rows> {
+        let step = self.experts.len().div_ceil(SAMPLED_EXPERTS).max(1);
+        let sampled = self.experts.len().div_ceil(step).max(1);
+        let rows = |(i, (_, tensors)): (usize, &(_, [Source; 3]))| {
+            let source = tensors[p];
+            let n = (SAMPLED_WEIGHTS / (sampled * source.cols.max(1))).clamp(1, source.rows);
+            let start = (i * n) % (source.rows - n + 1);
+            (source, start..start + n)
+        };
+        self.experts.iter().step_by(step).enumerate().map(rows).collect()
+    }
+
+    /// Fits those tables of gate, up and down that are `fitted`, to a sample of experts of all layers.
     fn fit_tables(
         &self,
-        checkpoint: &Checkpoint,
+        (checkpoint, files): (&Checkpoint, &dyn WeightFiles),
+        fitted: [bool; 3],
         settings: &Settings,
         stop: &AtomicBool,
     ) -> Result<[Option<Table>; 3], SculptError> {
         let group = settings.group;
-        let step = self.experts.len().div_ceil(SAMPLED_EXPERTS).max(1);
-        let sampled = self.experts.len().div_ceil(step).max(1);
         let mut tables = [None; 3];
         let (mut raw, mut values) = (Vec::new(), Vec::new());
-        for (p, table) in tables.iter_mut().enumerate() {
+        let sampled = [0, 1, 2].map(|p| if fitted[p] { self.fitted_rows(p) } else { Vec::new() });
+        checkpoint.expect_rows(files, &sampled.concat())?;
+        for (p, (table, sampled)) in tables.iter_mut().zip(&sampled).enumerate().filter(|(p, _)| fitted[*p]) {
             let mut sample = Vec::new();
             // Narrower matrices have one group a row.
             let cols = self.experts.iter().map(|(_, tensors)| tensors[p].cols).min().unwrap_or(0);
             let width = group.min(cols / 16 * 16);
-            // By turns from different places, so that no layer is sampled by the same expert always.
-            for (i, (_, tensors)) in self.experts.iter().step_by(step).enumerate() {
+            for (source, rows) in sampled {
                 if stopped(stop) {
                     return Err(SculptError::Stopped);
                 }
-                let source = &tensors[p];
-                let n = (SAMPLED_WEIGHTS / (sampled * source.cols.max(1))).clamp(1, source.rows);
-                let start = (i * n) % (source.rows - n + 1);
-                checkpoint.read_rows(source, start..start + n, &mut raw, &mut values)?;
+                checkpoint.read_rows(source, rows.clone(), &mut raw, &mut values)?;
                 for row in values.chunks_exact(source.cols) {
                     let pieces = row.chunks_exact(width.max(1)).filter(|_| width > 0);
                     sample.extend(pieces.filter(|piece| piece.iter().all(|w| w.is_finite())).flatten());
@@ -558,7 +602,12 @@ fn estimated_lengths(experts: &ExpertFile, bpw: u16) -> Vec<u64> {
 }
 
 impl Plan {
-    pub fn new(checkpoint: &Checkpoint, settings: &Settings, stop: &AtomicBool) -> Result<Self, SculptError> {
+    /// Of files that arrive, rows that decide how weights are coded are asked for one by one.
+    pub fn new(
+        (checkpoint, files): (&Checkpoint, &dyn WeightFiles),
+        settings: &Settings,
+        stop: &AtomicBool,
+    ) -> Result<Self, SculptError> {
         settings.validate()?;
         let statistics = settings.calibration.as_deref().map(Statistics::open).transpose()?;
         let mut sources = Sources::find(checkpoint, settings, stop)?;
@@ -574,13 +623,13 @@ impl Plan {
         if checkpoint.tokenizer_dir().is_some_and(|dir| dir.join(more).is_dir()) {
             sources.warnings.push(Warning::LeftOut { name: more.to_owned() });
         }
-        let mut files = vec![FileEntry::new(file_name::BACKBONE, backbone.file_len, 0)];
-        files.extend(side_files.iter().map(|side| FileEntry::new(side.name, side.len(), 0)));
-        let manifest = Manifest { spec: sources.spec.clone(), source: provenance.clone(), files };
+        let mut listed = vec![FileEntry::new(file_name::BACKBONE, backbone.file_len, 0)];
+        listed.extend(side_files.iter().map(|side| FileEntry::new(side.name, side.len(), 0)));
+        let manifest = Manifest { spec: sources.spec.clone(), source: provenance.clone(), files: listed };
         if let Some(statistics) = &statistics {
             statistics.require(&provenance.fingerprint, &sources.spec)?;
         }
-        let mut encodings = sources.expert_encodings(checkpoint, settings, stop)?;
+        let mut encodings = sources.expert_encodings((checkpoint, files), settings, stop)?;
         if settings.coded_bpw.is_some() {
             for (layer, kinds) in &mut encodings {
                 for (p, projection) in Projection::ALL.into_iter().enumerate() {
@@ -606,7 +655,7 @@ impl Plan {
     /// the same.
     pub fn find_step(
         &mut self,
-        checkpoint: &Checkpoint,
+        (checkpoint, files): (&Checkpoint, &dyn WeightFiles),
         settings: &Settings,
         earlier: Option<f32>,
         progress: &dyn Progress,
@@ -622,7 +671,10 @@ impl Plan {
             progress,
             stop,
         };
-        let find = || search.find(f64::from(bpw) / 100.0);
+        let find = || {
+            checkpoint.expect_rows(files, &search.rows())?;
+            search.find(f64::from(bpw) / 100.0)
+        };
         self.step = Some(earlier.map_or_else(find, Ok)?);
         Ok(())
     }

@@ -53,8 +53,23 @@ pub(crate) fn most_bytes(stages: &[Stage], len: impl Fn(usize) -> u64) -> u64 {
 }
 
 impl Plan {
+    /// The work `todo` with the files that each needs. Entropy-coded records, whose places follow from the lengths of
+    /// those before them, need the files of all those before them.
+    pub fn needs(&self, items: &[Item], todo: &[usize]) -> Vec<(usize, Vec<usize>)> {
+        let mut latest = 0;
+        let needs = todo.iter().map(|&i| {
+            let mut shards = self.shards(items[i]);
+            if self.experts.coded && matches!(items[i], Item::Expert(_)) {
+                latest = shards.iter().copied().fold(latest, usize::max);
+                shards.push(latest);
+            }
+            (i, shards)
+        });
+        needs.collect()
+    }
+
     /// The files that an item's weights are in.
-    pub fn shards(&self, item: Item) -> Vec<usize> {
+    fn shards(&self, item: Item) -> Vec<usize> {
         let mut shards: Vec<usize> = match item {
             Item::Expert(i) => self.sources.experts[i].1.iter().flat_map(|s| s.form.shards()).collect(),
             Item::Run { tensor, .. } => self.backbone.tensors[tensor].source.form.shards(),

@@ -77,15 +77,12 @@ pub fn sculpt_of(
     cancel: &AtomicBool,
 ) -> Result<Outcome, SculptError> {
     settings.validate()?;
-    if files.arrives() {
-        settings.refuse_ahead()?;
-    }
     let vault = &place(vault)?;
     progress.phase("reading headers");
     let checkpoint = Checkpoint::open_of(checkpoint, settings.tokenizer.as_deref(), files)?;
     checkpoint.expect_samples(files)?;
     let settings = &settings.settled(checkpoint.is_coded());
-    let mut plan = Plan::new(&checkpoint, settings, cancel)?;
+    let mut plan = Plan::new((&checkpoint, files), settings, cancel)?;
     refuse_loss(&plan, settings)?;
     for warning in &plan.sources.warnings {
         progress.warn(&warning.to_string());
@@ -130,7 +127,7 @@ pub fn sculpt_of(
         }
     };
     let earlier = pieces.remove(journal::STEP).map(f32::from_bits);
-    if let Err(e) = plan.find_step(&checkpoint, settings, earlier, progress, cancel) {
+    if let Err(e) = plan.find_step((&checkpoint, files), settings, earlier, progress, cancel) {
         // Nothing is begun, unless earlier.
         let _ = fs::remove_dir(&partial.dir);
         return Err(e);
@@ -471,7 +468,7 @@ impl Work<'_> {
         if !self.files.arrives() {
             return Vec::new();
         }
-        schedule::stages(todo.iter().map(|&i| (i, self.plan.shards(items[i]))))
+        schedule::stages(self.plan.needs(items, todo))
     }
 
     fn check_space(&self, items: u64, stages: &[Stage]) -> Result<(), SculptError> {
@@ -679,13 +676,10 @@ pub fn dry_run_of(
     settings: &Settings,
     cancel: &AtomicBool,
 ) -> Result<DryRun, SculptError> {
-    if files.arrives() {
-        settings.refuse_ahead()?;
-    }
     let checkpoint = Checkpoint::open_of(checkpoint, settings.tokenizer.as_deref(), files)?;
     checkpoint.expect_samples(files)?;
     let settings = &settings.settled(checkpoint.is_coded());
-    let plan = Plan::new(&checkpoint, settings, cancel)?;
+    let plan = Plan::new((&checkpoint, files), settings, cancel)?;
     refuse_loss(&plan, settings)?;
     let spec = &plan.sources.spec;
     let side_bytes = plan.side_files.iter().map(SideFile::len).sum();
@@ -705,9 +699,10 @@ pub fn dry_run_of(
         .sum();
     let mut arriving_bytes = 0;
     if files.arrives() {
-        let needs = plan.items().into_iter().enumerate().map(|(i, item)| (i, plan.shards(item)));
-        let shards = checkpoint.shards();
-        arriving_bytes = schedule::most_bytes(&schedule::stages(needs), |shard| shards[shard].len);
+        let (items, shards) = (plan.items(), checkpoint.shards());
+        let all: Vec<usize> = (0..items.len()).collect();
+        let stages = schedule::stages(plan.needs(&items, &all));
+        arriving_bytes = schedule::most_bytes(&stages, |shard| shards[shard].len);
     }
     let available_bytes = match vault {
         None => None,

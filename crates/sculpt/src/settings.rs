@@ -15,6 +15,23 @@ const CODEC: u32 = 3;
 /// Columns that share a scale in the backbone.
 const BACKBONE_GROUP: usize = 64;
 
+/// The codec that a vault's settings ([`Settings::canonical`]) name, and the rest of them.
+pub(crate) fn codec_of(canonical: &str) -> Option<(u32, &str)> {
+    let (codec, rest) = canonical.strip_prefix("codec=")?.split_once(' ')?;
+    Some((codec.parse().ok()?, rest))
+}
+
+/// What is to be said of a vault whose settings ([`Settings::canonical`]) are `line`, if its codes are those of an earlier
+/// version of this program.
+#[must_use]
+pub fn earlier_codes(line: &str) -> Option<String> {
+    let (codec, _) = codec_of(line).filter(|(codec, _)| *codec < CODEC)?;
+    Some(format!(
+        "its codes are those of an earlier version (codec {codec}; now {CODEC}): it can be used as it is, and sculpt \
+         --force makes it anew"
+    ))
+}
+
 /// How a canonical line names a number of bits.
 const BPW: &str = " entropy bpw=";
 
@@ -405,21 +422,6 @@ impl Settings {
         Some(100 * whole.parse::<u16>().ok()? + hundredths.parse::<u16>().ok()?)
     }
 
-    /// Refuses what is decided by weights before any is coded: they are not there yet while they arrive.
-    pub(crate) fn refuse_ahead(&self) -> Result<(), SculptError> {
-        let refused = |flag, found: String, expected: &str| {
-            let expected =
-                format!("{expected} while weights arrive: levels and widths are fitted to all of them");
-            Err(SculptError::Setting { flag, found, expected })
-        };
-        match self.bpw {
-            Some(bpw) => refused("--bpw", bpw.to_string(), "must not be given"),
-            None if self.entropy => refused("--entropy", "given".to_owned(), "must not be given"),
-            None if self.fits_levels() => refused("--levels", self.levels.to_string(), "must be uniform"),
-            None => Ok(()),
-        }
-    }
-
     /// True if experts' codes get levels of their own: entropy codes are of even levels.
     pub(crate) fn fits_levels(&self) -> bool {
         self.levels == Levels::Fitted
@@ -492,6 +494,17 @@ mod tests {
         assert_eq!(Settings::coded_bpw_of(&line(&coded)), Some(305));
         let kept = Settings { coded_bpw: None, ..coded };
         assert_eq!((line(&kept), Settings::coded_bpw_of(&line(&kept))), (line(&even) + " entropy", None));
+    }
+
+    #[test]
+    fn codes_of_an_earlier_version_are_told() {
+        let now = Settings::default().canonical(None);
+        assert_eq!(codec_of(&now).map(|(codec, _)| codec), Some(CODEC));
+        assert_eq!(earlier_codes(&now), None);
+        assert_eq!(earlier_codes("somebody else's"), None);
+        let before = now.replacen(&format!("codec={CODEC}"), "codec=1", 1);
+        let said = earlier_codes(&before).expect("an earlier one");
+        assert!(said.contains("codec 1; now") && said.contains("--force"), "{said}");
     }
 
     #[test]

@@ -11,8 +11,9 @@ pub(crate) mod gguf;
 mod packed;
 mod stacked;
 
+use std::cell::RefCell;
 use std::ops::Range;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use smoe_format::half::{f16_to_f32, f32_to_f16};
@@ -50,7 +51,7 @@ impl At {
     }
 }
 
-/// The bytes of a tensor.
+/// The bytes of a tensor, or some of them.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Span {
     pub at: At,
@@ -66,6 +67,51 @@ pub(crate) struct Stored {
     /// How it is read; else why it cannot be.
     pub form: Result<Form, Unread>,
     pub order: Order,
+    pub change: Change,
+}
+
+/// What the file's own converter has done to weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Change {
+    None,
+    /// A norm around one has it added: [`Part::OnePlus`] is done.
+    OneAdded,
+    /// They are to be read as this part.
+    Read(Part),
+}
+
+impl Change {
+    /// What of the tensor is meant if a family means `part`.
+    pub fn part(self, part: Part) -> Part {
+        match (self, part) {
+            (Self::OneAdded, Part::OnePlus) => Part::Whole,
+            (Self::Read(changed), Part::Whole) => changed,
+            _ => part,
+        }
+    }
+}
+
+/// Heads of values, so many of each key head, in llama.cpp's order: by turns one of each key head, where checkpoints have
+/// those of one key head side by side.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Tiling {
+    /// What lies before it is in its place.
+    pub first: usize,
+    /// Key heads.
+    pub heads: usize,
+    /// Heads of values of each.
+    pub per: usize,
+    /// Width of a head of values.
+    pub width: usize,
+}
+
+impl Tiling {
+    /// Where in the file number `i` of the checkpoint is.
+    fn place(self, i: usize) -> usize {
+        let Some(i) = i.checked_sub(self.first) else { return i };
+        let (head, at) = (i / self.width, i % self.width);
+        self.first + (head % self.per * self.heads + head / self.per) * self.width + at
+    }
 }
 
 /// Why a stored tensor cannot be read.
@@ -86,6 +132,8 @@ pub(crate) enum Order {
     Step { first: usize, step: usize },
     /// Heads of which the halves that RoPE turns together are interleaved: what llama.cpp makes of them.
     Rope { head_dim: usize },
+    /// As heads of values are tiled.
+    Tiled(Tiling),
 }
 
 impl Order {
@@ -93,6 +141,7 @@ impl Order {
         match self {
             Self::Plain => row,
             Self::Step { first, step } => first + step * row,
+            Self::Tiled(tiling) => tiling.place(row),
             Self::Rope { head_dim } => {
                 let (head, i) = (row / head_dim, row % head_dim);
                 let half = head_dim / 2;
@@ -123,6 +172,8 @@ pub(crate) enum Form {
     Awq(packed::Awq),
     /// Two tensors, head by head: `k` rows out of columns of the first, `v` rows of the second.
     Heads(stacked::Heads),
+    /// Two tensors, the second's rows by turns with parts of the first.
+    Joined(stacked::Joined),
 }
 
 /// A tensor that the model needs, with its shape checked.
@@ -148,7 +199,46 @@ pub(crate) enum Part {
     Columns { of: usize, n: usize, cols: usize },
     /// All of it, and one added to each weight, in `f32` as a norm around one does it.
     OnePlus,
+    /// All of it, columns from where they are tiled to.
+    Tiled(Tiling),
+    /// All of it, tiled or not: the logarithm of what each is below zero.
+    Log(Option<Tiling>),
 }
+
+impl Part {
+    /// True if it is all rows, each changed as a whole.
+    const fn is_by_row(self) -> bool {
+        matches!(self, Self::OnePlus | Self::Tiled(_) | Self::Log(_))
+    }
+
+    /// Changes whole rows of `cols` weights.
+    fn change(self, cols: usize, values: &mut [f32]) {
+        let tiling = match self {
+            Self::Tiled(tiling) => Some(tiling),
+            Self::Log(tiling) => tiling,
+            _ => None,
+        };
+        if let Some(tiling) = tiling {
+            let mut tiled = Vec::new();
+            for row in values.chunks_exact_mut(cols.max(1)) {
+                tiled.clear();
+                tiled.extend_from_slice(row);
+                for (i, w) in row.iter_mut().enumerate() {
+                    // Beyond the columns: of a shape that does not fit, and refused elsewhere.
+                    *w = tiled.get(tiling.place(i)).copied().unwrap_or(f32::NAN);
+                }
+            }
+        }
+        match self {
+            Self::OnePlus => values.iter_mut().for_each(|w| *w += 1.0),
+            Self::Log(_) => values.iter_mut().for_each(|w| *w = (-*w).ln()),
+            _ => {}
+        }
+    }
+}
+
+/// Some rows of a tensor.
+pub(crate) type Rows = (Source, Range<usize>);
 
 /// Reads rows of a whole tensor.
 type ReadRows<'a, T> = dyn FnMut(Range<usize>, &mut Vec<T>) -> Result<(), SculptError> + 'a;
@@ -264,7 +354,7 @@ impl Form {
             Self::Float { ty, .. } | Self::Strided { ty, .. } => *ty,
             Self::Ggml { kind, .. } => kind.encoding(),
             // Products of two floats.
-            Self::Fp8 { .. } | Self::Heads(_) => Encoding::F32,
+            Self::Fp8 { .. } | Self::Heads(_) | Self::Joined(_) => Encoding::F32,
             Self::Mxfp4 { .. } => ggml::Kind::Mxfp4.encoding(),
             Self::Mlx { mlx, .. } => uniform(affine(mlx.bits, mlx.group)),
             Self::Gptq(gptq) => uniform(gptq.uniform()),
@@ -286,7 +376,7 @@ impl Form {
             Self::Mlx { .. } => "MLX codes",
             Self::Gptq(_) => "GPTQ",
             Self::Awq(_) => "AWQ",
-            Self::Heads(_) => "split by heads",
+            Self::Heads(_) | Self::Joined(_) => "split by heads",
         }
     }
 
@@ -306,6 +396,7 @@ impl Form {
             Self::Gptq(gptq) => gptq.places(),
             Self::Awq(awq) => awq.places(),
             Self::Heads(heads) => heads.places(),
+            Self::Joined(joined) => joined.places(),
         };
         at.into_iter().map(|at| at.shard).collect()
     }
@@ -318,12 +409,34 @@ impl Form {
 
 /// Opened files, read by place.
 #[derive(Clone, Copy)]
-pub(crate) struct Files<'a>(pub &'a [Shard]);
+pub(crate) struct Files<'a> {
+    shards: &'a [Shard],
+    noted: Option<&'a RefCell<Vec<Span>>>,
+}
 
-impl Files<'_> {
+impl<'a> Files<'a> {
+    pub const fn new(shards: &'a [Shard]) -> Self {
+        Self { shards, noted: None }
+    }
+
+    /// Files of which nothing is read: what would be is noted, and seems to be all zeros.
+    pub const fn noting(shards: &'a [Shard], noted: &'a RefCell<Vec<Span>>) -> Self {
+        Self { shards, noted: Some(noted) }
+    }
+
+    /// The file that `at` is in.
+    pub fn path(self, at: At) -> &'a Path {
+        &self.shards[at.shard].path
+    }
+
     /// Fills `out` from `at` on.
     pub fn read(self, at: At, out: &mut [u8]) -> Result<(), SculptError> {
-        let shard = &self.0[at.shard];
+        if let Some(noted) = self.noted {
+            out.fill(0);
+            noted.borrow_mut().push(Span { at, bytes: out.len() as u64 });
+            return Ok(());
+        }
+        let shard = &self.shards[at.shard];
         shard.read.fetch_add(out.len() as u64, Ordering::Relaxed);
         shard.file.read_exact_at(out, at.offset).map_err(SculptError::io("read", &shard.path))
     }
@@ -355,9 +468,9 @@ impl Source {
             Part::Whole => return self,
             Part::Rows { of, n, .. } => (self.rows / of * n, self.cols),
             Part::Columns { of, n, cols } => (self.rows / of * cols, n),
-            Part::OnePlus => (self.rows, self.cols),
+            Part::OnePlus | Part::Tiled(_) | Part::Log(_) => (self.rows, self.cols),
         };
-        let is_changed = self.form.is_coded() || part == Part::OnePlus;
+        let is_changed = self.form.is_coded() || part.is_by_row();
         let encoding = if is_changed { Encoding::F32 } else { self.encoding };
         Self { encoding, rows, cols, part, ..self }
     }
@@ -368,7 +481,7 @@ impl Source {
             Part::Whole => return *self,
             Part::Rows { of, n, .. } => (self.rows / n * of, self.cols),
             Part::Columns { of, cols, .. } => (self.rows / cols * of, cols),
-            Part::OnePlus => (self.rows, self.cols),
+            Part::OnePlus | Part::Tiled(_) | Part::Log(_) => (self.rows, self.cols),
         };
         Self { encoding: self.form.encoding(), rows, cols, part: Part::Whole, ..*self }
     }
@@ -387,7 +500,7 @@ impl Source {
         while row < rows.end {
             // As many rows as one head has.
             row += match self.part {
-                Part::Whole | Part::OnePlus => {
+                Part::Whole | Part::OnePlus | Part::Tiled(_) | Part::Log(_) => {
                     read(row..rows.end, &mut some)?;
                     out.extend_from_slice(&some);
                     rows.end - row
@@ -425,7 +538,7 @@ impl Source {
         out: &mut Vec<u8>,
     ) -> Result<(), SculptError> {
         let width = |ty| if ty == Encoding::F32 { 4 } else { 2 };
-        if self.part == Part::OnePlus {
+        if self.part.is_by_row() {
             let mut values = Vec::new();
             self.read_rows(files, rows, raw, &mut Codes::default(), &mut values)?;
             out.clear();
@@ -474,9 +587,7 @@ impl Source {
         if self.part != Part::Whole {
             let whole = self.whole();
             self.pick(rows, 1, values, &mut |rows, values| whole.read_rows(files, rows, raw, codes, values))?;
-            if self.part == Part::OnePlus {
-                values.iter_mut().for_each(|w| *w += 1.0);
-            }
+            self.part.change(self.cols, values);
             return Ok(());
         }
         values.resize(rows.len() * self.cols, 0.0);
@@ -492,6 +603,7 @@ impl Source {
             }
             Form::Gptq(gptq) if gptq.uniform().is_none() => gptq.weights(self, files, rows, raw, values)?,
             Form::Heads(heads) => heads.weights(self, files, rows, raw, codes, values)?,
+            Form::Joined(joined) => joined.weights(self, files, rows, raw, codes, values)?,
             _ => {
                 self.read_codes(files, rows, raw, codes)?;
                 codes.weights(self.encoding, self.cols, values);
@@ -534,7 +646,11 @@ impl Source {
             }
             Form::Gptq(gptq) => gptq.codes(self, files, rows, raw, out)?,
             Form::Awq(awq) => awq.codes(self, files, rows, raw, out)?,
-            Form::Float { .. } | Form::Strided { .. } | Form::Fp8 { .. } | Form::Heads(_) => {
+            Form::Float { .. }
+            | Form::Strided { .. }
+            | Form::Fp8 { .. }
+            | Form::Heads(_)
+            | Form::Joined(_) => {
                 unreachable!("these are kept as floats")
             }
         }
@@ -585,11 +701,11 @@ mod tests {
                 let expected: Vec<f32> =
                     range.clone().flat_map(|row| (0..cols).map(move |col| place(row, col) as f32)).collect();
                 source
-                    .read_rows(Files(&shards), range.clone(), &mut raw, &mut Codes::default(), &mut out)
+                    .read_rows(Files::new(&shards), range.clone(), &mut raw, &mut Codes::default(), &mut out)
                     .expect("read");
                 assert_eq!(out, expected, "{part:?} {range:?}");
                 let mut bytes = Vec::new();
-                source.read_raw(Files(&shards), range, &mut raw, &mut bytes).expect("read");
+                source.read_raw(Files::new(&shards), range, &mut raw, &mut bytes).expect("read");
                 assert_eq!(bytes, expected.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<_>>());
             }
         }

@@ -235,7 +235,7 @@ impl Store {
                 Place::Absent => self.batch.set_wanted(position),
             }
         }
-        self.meter.demand_misses.add((wants.len() - self.batch.hits) as u64);
+        self.meter.count_demand(wants.len() - self.batch.hits);
         self.read_ahead();
         Ok(Demand { store: self })
     }

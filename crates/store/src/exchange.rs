@@ -11,10 +11,16 @@
 
 use crate::sync::{AtomicUsize, Condvar, Mutex, Ordering, lock, wait};
 use std::collections::VecDeque;
+use std::thread;
+use std::time::{Duration, Instant};
 
 /// Turns of the owner's spin before it sleeps: a few microseconds. A result that is that close is not worth
 /// two context switches; a disk read is far longer and not worth a burning core.
 const SPINS: usize = if cfg!(loom) { 0 } else { 128 };
+
+/// The most that the owner gives way to readers that it woke for demanded work. Where it computes on all cores, a
+/// reader would get one only after a good part of what the owner has to compute, and the disk would idle: EXP-STORE-14.
+const GIVE_WAY: Duration = Duration::from_micros(200);
 
 /// Which queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,6 +47,8 @@ pub(crate) struct Exchange<W, D> {
     finished: Condvar,
     /// Length of `State::done`, for the spin. Written under the lock.
     n_done: AtomicUsize,
+    /// Times that a reader was given work. Written under the lock.
+    n_begun: AtomicUsize,
     /// Most readers at low-priority work.
     low_running: usize,
 }
@@ -100,11 +108,12 @@ impl<W, D> Exchange<W, D> {
             work: Condvar::new(),
             finished: Condvar::new(),
             n_done: AtomicUsize::new(0),
+            n_begun: AtomicUsize::new(0),
             low_running,
         }
     }
 
-    /// Queues all of `pieces`, in order (owner).
+    /// Queues all of `pieces`, in order, and sees to it that demanded ones are soon begun (owner).
     pub(crate) fn submit(&self, lane: Lane, pieces: &mut Vec<Piece<W>>) {
         let wake = {
             let mut state = lock(&self.state);
@@ -116,8 +125,24 @@ impl<W, D> Exchange<W, D> {
             state.queue(lane).extend(pieces.drain(..));
             wake
         };
+        let begun = self.n_begun.load(Ordering::Acquire);
         for _ in 0..wake {
             self.work.notify_one();
+        }
+        if lane == Lane::Demand {
+            self.give_way(begun.wrapping_add(wake));
+        }
+    }
+
+    /// Lets readers that were woken have this core until readers have begun so often.
+    fn give_way(&self, begun: usize) {
+        if cfg!(loom) {
+            return;
+        }
+        let start = Instant::now();
+        let is_behind = || begun.wrapping_sub(self.n_begun.load(Ordering::Acquire)).cast_signed() > 0;
+        while is_behind() && start.elapsed() < GIVE_WAY {
+            thread::yield_now();
         }
     }
 
@@ -167,6 +192,7 @@ impl<W, D> Exchange<W, D> {
                 return None;
             }
             if let Some(lane) = state.pop(self.low_running, into) {
+                self.n_begun.fetch_add(1, Ordering::Release);
                 return Some(lane);
             }
             state.idle_readers += 1;

@@ -11,6 +11,7 @@
 #![forbid(unsafe_code)]
 
 pub mod fixtures;
+pub mod gguf;
 pub mod golden;
 pub mod mxfp4;
 pub mod random;

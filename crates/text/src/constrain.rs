@@ -13,6 +13,7 @@
 
 mod grammar;
 mod schema;
+mod tagged;
 mod vocabulary;
 
 use std::fmt;
@@ -44,7 +45,7 @@ pub enum Shape {
     Calls(Vec<CallShape>),
 }
 
-/// A call as a model writes it: fixed text around arguments in JSON. Special tokens in the fixed text stand for
+/// A call as a model writes it: fixed text around its arguments. Special tokens in the fixed text stand for
 /// themselves.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CallShape {
@@ -54,6 +55,26 @@ pub struct CallShape {
     pub schema: Json,
     /// What stands behind the arguments.
     pub suffix: String,
+    /// How each parameter is marked; `None` if the arguments are one JSON object.
+    pub tags: Option<ParameterTags>,
+}
+
+/// How a model marks the parameters of a call, each by itself: a value that may be any string is bare text, every other
+/// one JSON.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ParameterTags {
+    /// What stands before a parameter's name.
+    pub before_key: &'static str,
+    /// What stands between the name and a value that is a string.
+    pub after_key: &'static str,
+    /// The same before any other value; where it differs, the model says so what the value is.
+    pub after_json_key: &'static str,
+    /// What stands behind a value.
+    pub after_value: &'static str,
+    /// What no value may have in it, because it would end there.
+    pub never: Vec<&'static str>,
+    /// New lines in the fixed texts may be left out.
+    pub lines_optional: bool,
 }
 
 /// What a shape may be at most.

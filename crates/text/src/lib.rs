@@ -33,7 +33,7 @@ mod stop;
 mod template;
 mod tokenizer;
 
-pub use constrain::{CallShape, Constraint, GrammarLimits, GrammarVocabulary, Shape};
+pub use constrain::{CallShape, Constraint, GrammarLimits, GrammarVocabulary, ParameterTags, Shape};
 pub use detokeniser::Detokeniser;
 pub use dialogue::Dialogue;
 pub use error::TextError;

@@ -84,6 +84,8 @@ pub struct ReplyParser {
     held: String,
     state: State,
     edge: Edge,
+    /// Within the markers of the answer.
+    in_answer: bool,
     out: Output,
 }
 
@@ -140,9 +142,9 @@ enum Step {
     Refuse,
 }
 
-/// The markers that count at present: up to two of the model's own, and those of the format.
+/// The markers that count at present: up to three of the model's own, and those of the format.
 struct Active<'a> {
-    own: [Option<(&'a str, Mark)>; 2],
+    own: [Option<(&'a str, Mark)>; 3],
     fixed: [Marks; 2],
 }
 
@@ -153,13 +155,16 @@ impl ReplyParser {
     /// The end of the prompt tells whether the template has opened the reasoning already.
     pub fn new(format: &ReplyFormat, tools: &[ToolSpec], prompt_tail: &str) -> Self {
         let mut format = format.clone();
-        format.reasoning = format.reasoning.filter(|(open, close)| !open.is_empty() && !close.is_empty());
+        let whole = |(open, close): &(String, String)| !open.is_empty() && !close.is_empty();
+        format.reasoning = format.reasoning.filter(whole);
+        format.answer = format.answer.filter(whole);
         let mut parser = ReplyParser {
             format,
             tools: tools.to_vec(),
             held: String::new(),
             state: State::Text,
             edge: Edge::Start,
+            in_answer: false,
             out: Output::default(),
         };
         if parser.is_harmony() {
@@ -263,14 +268,17 @@ impl ReplyParser {
 
     fn active(&self) -> Active<'_> {
         let markup = self.format.tools.markup();
-        let fixed = |first, second| Active { own: [None, None], fixed: [first, second] };
+        let fixed = |first, second| Active { own: [None; 3], fixed: [first, second] };
         match &self.state {
             State::Text | State::Reasoning if self.is_harmony() => fixed(markup.outer, &[]),
             State::Text => Active {
-                own: self.reasoning_marks(
-                    self.edge != Edge::Inside,
-                    matches!(self.edge, Edge::Start | Edge::Reasoning),
-                ),
+                own: {
+                    let [open, close] = self.reasoning_marks(
+                        self.edge != Edge::Inside,
+                        matches!(self.edge, Edge::Start | Edge::Reasoning),
+                    );
+                    [open, close, self.answer_mark()]
+                },
                 fixed: match (self.reads_calls(), self.edge) {
                     (true, Edge::Call) => [markup.outer, markup.closing],
                     (true, _) => [markup.outer, &[]],
@@ -278,7 +286,10 @@ impl ReplyParser {
                 },
             },
             State::Reasoning => Active {
-                own: self.reasoning_marks(self.edge == Edge::Start, true),
+                own: {
+                    let [open, close] = self.reasoning_marks(self.edge == Edge::Start, true);
+                    [open, close, None]
+                },
                 fixed: if self.reads_calls() { [markup.ends_reasoning, &[]] } else { [&[], &[]] },
             },
             State::Header(header) => fixed(header.marks(), markup.outer),
@@ -296,6 +307,15 @@ impl ReplyParser {
             open.then_some((opens.as_str(), Mark::ReasoningOpen)),
             close.then_some((closes.as_str(), Mark::ReasoningClose)),
         ]
+    }
+
+    /// The marker of the answer that counts in text: it is opened before its first word.
+    fn answer_mark(&self) -> Option<(&str, Mark)> {
+        let (open, close) = self.format.answer.as_ref()?;
+        match self.in_answer {
+            true => Some((close.as_str(), Mark::AnswerClose)),
+            false => (self.edge != Edge::Inside).then_some((open.as_str(), Mark::AnswerOpen)),
+        }
     }
 
     /// Takes a token, unless its turn comes in another state, which is then the present one.
@@ -349,6 +369,10 @@ impl ReplyParser {
                 self.edge = Edge::Start;
             }
             Token::Mark(Mark::ReasoningClose) => self.rest(Edge::Reasoning),
+            Token::Mark(mark @ (Mark::AnswerOpen | Mark::AnswerClose)) => {
+                self.in_answer = mark == Mark::AnswerOpen;
+                self.out.drop_blank();
+            }
             Token::Mark(Mark::Start | Mark::Channel) if self.is_harmony() => {
                 self.rest(Edge::Inside);
                 return false;
@@ -382,9 +406,9 @@ impl ReplyParser {
         let starts = self.edge != Edge::Inside;
         match self.format.tools {
             ToolFormat::Harmony => true,
-            ToolFormat::None => starts && self.format.reasoning.is_some(),
-            ToolFormat::Llama3Json => starts,
-            _ => self.reads_calls() || (starts && self.format.reasoning.is_some()),
+            ToolFormat::None => self.in_answer || (starts && self.format.reasoning.is_some()),
+            ToolFormat::Llama3Json => self.in_answer || starts,
+            _ => self.in_answer || self.reads_calls() || (starts && self.format.reasoning.is_some()),
         }
     }
 

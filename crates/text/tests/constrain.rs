@@ -7,7 +7,10 @@ mod common;
 use std::path::Path;
 
 use serde_json::{Value as Json, json};
-use smoe_text::{CallShape, Constraint, GrammarLimits, GrammarVocabulary, Shape, TextError, Tokenizer};
+use smoe_text::{
+    CallShape, Constraint, GrammarLimits, GrammarVocabulary, ReplyEvent, ReplyFormat, ReplyParser, Shape,
+    TextError, Tokenizer, ToolFormat, ToolSpec,
+};
 
 /// A vocabulary, its tokenizer, and the width of its masks.
 struct Words {
@@ -340,6 +343,7 @@ fn exactly_one_call_is_made() {
         prefix: format!("<tool_call>\n{{\"name\": \"{name}\", \"arguments\": "),
         schema,
         suffix: "}\n</tool_call>".to_owned(),
+        tags: None,
     };
     let city = json!({"type": "object", "properties": {"city": {"type": "string", "maxLength": 8}},
         "required": ["city"], "additionalProperties": false});
@@ -371,6 +375,134 @@ fn exactly_one_call_is_made() {
     }
 }
 
+/// The formats that name each parameter in markup.
+const TAGGED: [ToolFormat; 4] =
+    [ToolFormat::Qwen3Coder, ToolFormat::Glm, ToolFormat::MiniMax, ToolFormat::Dsml];
+
+/// The one call that a reply is: its name and arguments.
+fn read_call(format: ToolFormat, tool: &ToolSpec, reply: &str) -> (String, Json) {
+    let format = ReplyFormat { tools: format, ..ReplyFormat::default() };
+    let mut parser = ReplyParser::new(&format, std::slice::from_ref(tool), "");
+    let mut events = parser.push(reply);
+    events.extend(parser.finish());
+    let (mut name, mut arguments) = (String::new(), String::new());
+    for event in events {
+        match event {
+            ReplyEvent::ToolBegin { index: 0, name: called, .. } => name = called,
+            ReplyEvent::ToolArguments { index: 0, fragment } => arguments += &fragment,
+            ReplyEvent::ToolEnd { index: 0 } => {}
+            other => panic!("{other:?} in {reply:?}"),
+        }
+    }
+    (name, serde_json::from_str(&arguments).unwrap_or_else(|_| panic!("{arguments:?} of {reply:?}")))
+}
+
+#[test]
+fn a_call_in_tags_has_the_parameters_of_its_schema() {
+    let words = Words::demo();
+    let parameters = json!({"type": "object", "properties": {
+        "city": {"type": "string", "minLength": 1, "maxLength": 12},
+        "days": {"type": "integer", "minimum": 1, "maximum": 99},
+        "unit": {"enum": ["C", "F", 7, ""]},
+        "note": {"anyOf": [{"type": "string", "maxLength": 8}, {"type": "null"}], "title": "Note"},
+        "exact": {"type": "boolean"},
+        "tags": {"type": "array", "items": {"$ref": "#/$defs/tag"}, "maxItems": 2}},
+        "required": ["city", "days"], "$defs": {"tag": {"enum": ["a", "b"]}}});
+    let tool = ToolSpec { name: "weather".into(), parameters: parameters.clone() };
+    for format in TAGGED {
+        let shape = Shape::Calls(vec![format.call_shape(&tool).unwrap()]);
+        let mut optional = [0; 3];
+        for seed in 0..30 {
+            let text = sample(&words, &shape, seed);
+            let (name, arguments) = read_call(format, &tool, &text);
+            assert_eq!(name, "weather", "{text:?}");
+            assert!(satisfies(&parameters, &parameters, &arguments), "{format:?}: {text:?} is {arguments}");
+            for (seen, key) in optional.iter_mut().zip(["unit", "note", "tags"]) {
+                *seen += usize::from(arguments.get(key).is_some());
+            }
+        }
+        assert!(optional.iter().all(|seen| (1..30).contains(seen)), "{format:?}: {optional:?}");
+    }
+}
+
+#[test]
+fn a_call_in_tags_is_what_models_write() {
+    let words = Words::demo();
+    let parameters = json!({"type": "object", "properties": {
+        "city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]});
+    let tool = ToolSpec { name: "weather".into(), parameters };
+    let written = [
+        (
+            ToolFormat::Qwen3Coder,
+            "<tool_call>\n<function=weather>\n<parameter=city>\nNew\n<York>\n</parameter>\n<parameter=days>\n2\n\
+             </parameter>\n</function>\n</tool_call>",
+        ),
+        (
+            ToolFormat::Glm,
+            "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>New\n<York></arg_value>\n<arg_key>days</arg_key>\n\
+             <arg_value>2</arg_value>\n</tool_call>",
+        ),
+        (
+            ToolFormat::Glm,
+            "<tool_call>weather<arg_key>city</arg_key><arg_value>New\n<York></arg_value><arg_key>days</arg_key>\
+             <arg_value>2</arg_value></tool_call>",
+        ),
+        (
+            ToolFormat::MiniMax,
+            "<minimax:tool_call>\n<invoke name=\"weather\">\n<parameter name=\"city\">New\n<York></parameter>\n\
+             <parameter name=\"days\">2</parameter>\n</invoke>\n</minimax:tool_call>",
+        ),
+        (
+            ToolFormat::Dsml,
+            "<｜DSML｜function_calls>\n<｜DSML｜invoke name=\"weather\">\n<｜DSML｜parameter name=\"city\" string=\"true\">\
+             New\n<York></｜DSML｜parameter>\n<｜DSML｜parameter name=\"days\" string=\"false\">2</｜DSML｜parameter>\n\
+             </｜DSML｜invoke>\n</｜DSML｜function_calls>",
+        ),
+    ];
+    for (format, text) in written {
+        let shape = Shape::Calls(vec![format.call_shape(&tool).unwrap()]);
+        assert!(words.takes(&shape, text), "{format:?}: {text}");
+        assert_eq!(read_call(format, &tool, text).1, json!({"city": "New\n<York>", "days": 2}));
+        for wrong in [
+            text.replace('2', "two"),
+            text.replace("city", "town"),
+            text.replace("weather", "forecast"),
+            text.replace("days", "city"),
+            format!("{text}{text}"),
+            text.replace("New", &format.call_shape(&tool).unwrap().tags.unwrap().after_value.repeat(2)),
+        ] {
+            assert!(!words.takes(&shape, &wrong), "{format:?}: {wrong}");
+        }
+    }
+    assert_eq!(ToolFormat::None.call_shape(&tool), None);
+}
+
+#[test]
+fn what_tags_cannot_hold_to_is_refused() {
+    let words = Words::demo();
+    let value = |schema: Json| json!({"properties": {"a": schema}, "required": ["a"]});
+    for (parameters, reason) in [
+        (value(json!({"type": "string", "pattern": "^a"})), "`pattern`"),
+        (value(json!({"type": "string", "format": "date"})), "`format`"),
+        (value(json!({"properties": {}})), "`type`"),
+        (value(json!({"type": "string", "minLength": 3, "maxLength": 2})), "that long"),
+        (value(json!({"type": ["string", "integer"], "minimum": 3})), "nothing else"),
+        (value(json!({"enum": ["</parameter>"]})), "no way of writing"),
+        (value(json!({"enum": []})), "no value"),
+        (value(json!({"$ref": "#/nowhere"})), "refers to nothing"),
+        (value(json!({"$ref": "#/properties/a"})), "never come to an end"),
+        (json!({"properties": {"a\">b": true}}), "no way of writing"),
+        (json!({"properties": {" ": true}}), "no way of writing"),
+        (json!({"anyOf": [{"required": ["a"]}]}), "each parameter by itself"),
+        (json!(false), "no arguments"),
+    ] {
+        let tool = ToolSpec { name: "f".into(), parameters: parameters.clone() };
+        let shape = Shape::Calls(vec![ToolFormat::MiniMax.call_shape(&tool).unwrap()]);
+        let error = words.constraint(&shape).expect_err(&parameters.to_string());
+        assert!(error.to_string().contains(reason), "{parameters}: {error}");
+    }
+}
+
 #[test]
 fn special_tokens_of_a_call_stand_for_themselves() {
     let words = Words::demo();
@@ -379,6 +511,7 @@ fn special_tokens_of_a_call_stand_for_themselves() {
         prefix: "say<|im_start|>\"\u{7f}".to_owned(),
         schema: json!({"type": "integer", "minimum": 1, "maximum": 1}),
         suffix: "<|im_start|>".to_owned(),
+        tags: None,
     }]);
     let mut constraint = words.constraint(&shape).unwrap();
     let mut ids = Vec::new();
@@ -602,9 +735,19 @@ fn no_schema_does_harm() {
     ];
     let words = Words::demo();
     for (name, schema, outcome) in cases {
-        let calls = vec![CallShape { prefix: "f(".into(), schema: schema.clone(), suffix: ")".into() }];
+        let (prefix, suffix) = ("f(".into(), ")".into());
+        let calls = vec![CallShape { prefix, schema: schema.clone(), suffix, tags: None }];
+        // As a parameter and as all of them, whatever comes of it.
+        let tagged =
+            [json!({"properties": {"a": schema}, "required": ["a"]}), schema.clone()].map(|parameters| {
+                let tool = ToolSpec { name: "f".into(), parameters };
+                Shape::Calls(vec![ToolFormat::MiniMax.call_shape(&tool).unwrap()])
+            });
         for shape in [Shape::JsonSchema(schema), Shape::Calls(calls)] {
             survive(&words, name, &shape, &outcome);
+        }
+        for shape in tagged {
+            survive(&words, name, &shape, &Survived);
         }
     }
 }
@@ -614,7 +757,7 @@ fn no_grammar_does_harm() {
     use Outcome::{Refused, Survived};
     let lark = |text: &str| Shape::Lark(text.to_owned());
     let regex = |text: &str| Shape::Regex(text.to_owned());
-    let call = |prefix: String| CallShape { prefix, schema: json!({}), suffix: ")".to_owned() };
+    let call = |prefix: String| CallShape { prefix, schema: json!({}), suffix: ")".to_owned(), tags: None };
     let many_calls = (0..1_000).map(|n| call(format!("function{n}("))).collect();
     let rules: String = (0..5_000).map(|n| format!("r{n}: \"a\" r{} | \"b\"\n", n + 1)).collect();
     let doubling: String = (0..60).map(|n| format!("r{n}: r{0} r{0}\n", n + 1)).collect();

@@ -7,7 +7,7 @@ use serde_json::{Value as Json, json};
 use smoe_text::ReplyEvent::{self, Reasoning, Text, ToolArguments, ToolBegin, ToolEnd};
 use smoe_text::{ReplyFormat, ReplyParser, ToolFormat, ToolSpec};
 
-const FORMATS: [ToolFormat; 11] = [
+const FORMATS: [ToolFormat; 14] = [
     ToolFormat::None,
     ToolFormat::HermesJson,
     ToolFormat::Qwen3Coder,
@@ -19,6 +19,9 @@ const FORMATS: [ToolFormat; 11] = [
     ToolFormat::Mistral,
     ToolFormat::MistralList,
     ToolFormat::Llama3Json,
+    ToolFormat::Granite,
+    ToolFormat::MiniMax,
+    ToolFormat::Dsml,
 ];
 
 fn tools() -> Vec<ToolSpec> {
@@ -31,7 +34,8 @@ fn tools() -> Vec<ToolSpec> {
 }
 
 fn format(tools: ToolFormat) -> ReplyFormat {
-    ReplyFormat { tools, reasoning: Some(("<think>".into(), "</think>".into())) }
+    let reasoning = Some(("<think>".into(), "</think>".into()));
+    ReplyFormat { tools, reasoning, answer: Some(("<response>".into(), "</response>".into())) }
 }
 
 /// Adjacent events of a kind joined.
@@ -195,7 +199,7 @@ fn markers_within_strings_are_the_strings() {
     for format in FORMATS {
         let Some((before, after)) = format.call_frame("note") else { continue };
         let known = [ToolSpec { name: "note".into(), parameters: Json::Null }];
-        let plain = ReplyFormat { tools: format, reasoning: None };
+        let plain = ReplyFormat { tools: format, ..ReplyFormat::default() };
         let reply = format!("{before}{arguments}{after}");
         let tail = "<|start|>assistant";
         let expected = stream(&plain, &known, tail, characters(&reply));
@@ -207,7 +211,8 @@ fn markers_within_strings_are_the_strings() {
 
 #[test]
 fn a_frame_makes_a_call() {
-    let none = [ToolFormat::None, ToolFormat::Qwen3Coder, ToolFormat::Glm];
+    let none =
+        [ToolFormat::None, ToolFormat::Qwen3Coder, ToolFormat::Glm, ToolFormat::MiniMax, ToolFormat::Dsml];
     for format in FORMATS {
         let frame = format.call_frame("weather");
         assert_eq!(frame.is_none(), none.contains(&format), "{format:?}");
@@ -246,6 +251,88 @@ fn calls_in_tags() {
     {
         assert_eq!(events(ToolFormat::Glm, prose), text(prose));
     }
+}
+
+#[test]
+fn several_calls_between_two_markers() {
+    let minimax = "I look.\n<minimax:tool_call>\n<invoke name=\"weather\">\n<parameter name=\"city\"> Rome\n is \"it\"\
+                   </parameter>\n<parameter name=\"days\">2</parameter>\n<parameter name=\"exact\">true</parameter>\n\
+                   <parameter name=\"other\">[1, 2]</parameter>\n</invoke>\n<invoke name=\"now\">\n</invoke>\n\
+                   </minimax:tool_call>\nSo.";
+    let arguments = r#"{"city": " Rome\n is \"it\"", "days": 2, "exact": true, "other": [1, 2]}"#;
+    let expected =
+        [text("I look."), call(0, "weather", None, arguments), call(1, "now", None, "{}"), text("So.")];
+    assert_eq!(events(ToolFormat::MiniMax, minimax), expected.concat());
+    // The markup of this one says what is a string: a number in quotes is one, whatever the schema says.
+    let dsml = "I look.\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name=\"weather\">\n\
+                <｜DSML｜parameter name=\"city\" string=\"true\"> Rome\n is \"it\"</｜DSML｜parameter>\n\
+                <｜DSML｜parameter name=\"days\" string=\"true\">2</｜DSML｜parameter>\n\
+                <｜DSML｜parameter name=\"exact\">True</｜DSML｜parameter>\n\
+                <｜DSML｜parameter name=\"other\" string=\"false\">[1, 2]</｜DSML｜parameter>\n</｜DSML｜invoke>\n\
+                <｜DSML｜invoke name=\"now\">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>So.";
+    let arguments = r#"{"city": " Rome\n is \"it\"", "days": "2", "exact": true, "other": [1, 2]}"#;
+    let expected =
+        [text("I look."), call(0, "weather", None, arguments), call(1, "now", None, "{}"), text("So.")];
+    assert_eq!(events(ToolFormat::Dsml, dsml), expected.concat());
+    // What is called no string, and is no JSON, is one.
+    let wrong = "<｜DSML｜function_calls><｜DSML｜invoke name=\"weather\"><｜DSML｜parameter name=\"city\" string=\"false\">\
+                 Rome</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜function_calls>";
+    assert_eq!(events(ToolFormat::Dsml, wrong), call(0, "weather", None, r#"{"city": "Rome"}"#));
+    // Forgotten: ends of values and of calls.
+    let short = "<minimax:tool_call><invoke name=\"weather\">\n<parameter name=\"city\">Rome\n\
+                 <parameter name=\"days\">2\n</invoke>\n<invoke name=\"now\"></minimax:tool_call>";
+    let expected = [call(0, "weather", None, r#"{"city": "Rome", "days": 2}"#), call(1, "now", None, "{}")];
+    assert_eq!(events(ToolFormat::MiniMax, short), expected.concat());
+    let cut = "<minimax:tool_call>\n<invoke name=\"weather\">\n<parameter name=\"city\">Ro</para";
+    assert_eq!(events(ToolFormat::MiniMax, cut), call(0, "weather", None, r#"{"city": "Ro</para"#));
+    // Nobody reasons about these.
+    let unclosed = "<think>Hm.\n<minimax:tool_call><invoke name=\"now\"></invoke></minimax:tool_call>";
+    let expected = [reasoning("Hm."), call(0, "now", None, "{}")].concat();
+    assert_eq!(events(ToolFormat::MiniMax, unclosed), expected);
+    for (format, prose) in [
+        (ToolFormat::MiniMax, "Write <invoke name=\"now\">\n</invoke> here"),
+        (ToolFormat::MiniMax, "<minimax:tool_call>\n</minimax:tool_call>"),
+        (ToolFormat::MiniMax, "<minimax:tool_call>\n<invoke name=\"two words\">"),
+        (ToolFormat::MiniMax, "<minimax:tool_call>\n<invoke name=\"\">"),
+        (ToolFormat::Dsml, "<｜DSML｜function_calls>\n<invoke name=\"now\">"),
+    ] {
+        assert_eq!(events(format, prose), text(prose));
+    }
+}
+
+#[test]
+fn calls_of_granite_are_a_list() {
+    let list = format!(
+        "<|tool_call|>[{{\"arguments\": {ROME}, \"name\": \"weather\"}}, {{\"name\": \"now\", \"arguments\": {{}}}}]"
+    );
+    let expected = [call(0, "weather", None, ROME), call(1, "now", None, "{}")].concat();
+    assert_eq!(events(ToolFormat::Granite, &list), expected);
+    let tagged = list.replace("<|tool_call|>", "\n<tool_call>") + "</tool_call>";
+    assert_eq!(events(ToolFormat::Granite, &tagged), expected);
+    let one = format!("<|tool_call|> {{\"name\": \"weather\", \"arguments\": {OSLO}}}");
+    assert_eq!(events(ToolFormat::Granite, &one), call(0, "weather", None, OSLO));
+    for prose in ["<|tool_call|>now", "<|tool_call|>[]", "<|tool_call|>[1]", "<tool_call> begins a call"] {
+        assert_eq!(events(ToolFormat::Granite, prose), text(prose));
+    }
+}
+
+#[test]
+fn an_answer_may_have_markers_of_its_own() {
+    let both = [reasoning("So?"), text("Yes, <response>.")].concat();
+    for reply in [
+        "<think>\nSo?\n</think>\n\n<response>\nYes, <response>.\n</response>\n",
+        "<think>So?</think><response>Yes, <response>.</response>",
+        "<think>So?</think>Yes, <response>.",
+        "<think>So?</think><response>Yes, <response>.",
+    ] {
+        assert_eq!(events(ToolFormat::HermesJson, reply), both, "{reply}");
+    }
+    assert_eq!(events(ToolFormat::None, "<response>\nYes\n\n no\n</response>"), text("Yes\n\n no"));
+    let plain = "Yes</response>";
+    assert_eq!(events(ToolFormat::None, plain), text(plain));
+    let called = "<response>\nI look.\n</response>\n<tool_call>\n{\"name\": \"now\"}\n</tool_call>\n";
+    let expected = [text("I look."), call(0, "now", None, "{}")].concat();
+    assert_eq!(events(ToolFormat::HermesJson, called), expected);
 }
 
 #[test]
@@ -377,7 +464,7 @@ fn reasoning_comes_apart_from_the_answer() {
     assert_eq!(after("assistant\n", "</think>Yes."), text("Yes."));
     assert_eq!(after("<think>", "So"), reasoning("So"));
     assert_eq!(after("a user wrote <think> and", "Yes.</think>"), text("Yes.</think>"));
-    let marked = ReplyFormat { tools: ToolFormat::None, reasoning: Some(("[T]".into(), "[/T]".into())) };
+    let marked = ReplyFormat { reasoning: Some(("[T]".into(), "[/T]".into())), ..ReplyFormat::default() };
     let events = stream(&marked, &[], "", characters("[T]So[/T] Yes"));
     assert_eq!(events, [reasoning("So"), text("Yes")].concat());
 }
@@ -423,22 +510,26 @@ fn only_what_may_be_markup_waits() {
 }
 
 /// What a reply of one unit over and over may begin with, and such units.
-const STARTS: [&str; 9] = [
+const STARTS: [&str; 12] = [
     "",
     "<tool_call>",
     "<tool_call>{\"x\": ",
     "<tool_call>{\"arguments\": {",
     "<tool_call>now<arg_key>k</arg_key><arg_value>",
     "<function=now><parameter=k>",
+    "<minimax:tool_call><invoke name=\"now\"><parameter name=\"k\">",
+    "<｜DSML｜function_calls><｜DSML｜invoke name=\"now\"><｜DSML｜parameter name=\"k",
+    "<response>",
     "<think>",
     "<|channel|>final<|message|>",
     "[TOOL_CALLS]now[ARGS]{",
 ];
 #[rustfmt::skip]
-const UNITS: [&str; 22] = [
+const UNITS: [&str; 28] = [
     "<tool_call>", "<tool_call", "<", " ", "\n", "{", "[", "\"", "\\", "a", "<think>", "</think>", "[TOOL_CALLS]",
     "[TOOL_CALLS][", "<|tool_call_begin|>", "<｜tool▁call▁begin｜>", "<function=now>", "<arg_key>", "<|channel|>",
-    "<|start|>", "<|channel|>final<|message|>", "{\"name\": \"now\", \"a\":",
+    "<|start|>", "<|channel|>final<|message|>", "{\"name\": \"now\", \"a\":", "<|tool_call|>", "<|tool_call|>[",
+    "<minimax:tool_call>", "<invoke name=\"now\">", "\" string=\"", "<response>",
 ];
 
 fn repeat(format: ToolFormat, start: &str, unit: &str, bytes: usize) {
@@ -474,6 +565,10 @@ fn bits() -> impl Strategy<Value = String> {
         "functions.now:0", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>",
         "<|start|>", "assistant", "<|channel|>", "analysis", "final", "commentary", " to=functions.now", "<|message|>",
         "<|constrain|>", "json", "<|end|>", "<|return|>", "<|call|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[", "]",
+        "<|tool_call|>", "<|tool_call|>[", "<minimax:tool_call>", "</minimax:tool_call>", "<invoke name=\"now\">",
+        "<invoke name=\"", "weather\">", "</invoke>", "<parameter name=\"city\">", "\">", "<｜DSML｜function_calls>",
+        "</｜DSML｜function_calls>", "<｜DSML｜invoke name=\"now\">", "</｜DSML｜invoke>", "<｜DSML｜parameter name=\"",
+        "\" string=\"true\">", "\" string=\"false\">", "</｜DSML｜parameter>", "<response>", "</response>",
         "<|python_tag|>", ";", "<think>", "</think>", "{\"name\": \"now\", \"arguments\": ", "{\"arguments\": ",
         "{\"name\": \"weather\", \"parameters\": ", "{\"city\": \"Rome\"}", "{", "}", ", ", "\"name\": \"now\"", ": ",
         "\"", "\\", "\"a\": 1", "null", " ", "\t", "Hello", "é", "漢字", "🎨", "<", "|", "｜",

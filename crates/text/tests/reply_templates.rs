@@ -26,7 +26,7 @@ struct Case {
 
 const THINK: Option<(&str, &str)> = Some(("<think>", "</think>"));
 
-const CASES: [Case; 12] = [
+const CASES: [Case; 16] = [
     Case {
         template: "GLM-4.6",
         tools: ToolFormat::Glm,
@@ -41,6 +41,14 @@ const CASES: [Case; 12] = [
         reasoning: THINK,
         opening: "<|assistant|>",
         ending: "",
+        writes: (true, true, true),
+    },
+    Case {
+        template: "MiniMax-M2",
+        tools: ToolFormat::MiniMax,
+        reasoning: THINK,
+        opening: "]~b]ai\n",
+        ending: "[e~[\n",
         writes: (true, true, true),
     },
     Case {
@@ -76,6 +84,14 @@ const CASES: [Case; 12] = [
         writes: (true, false, true),
     },
     Case {
+        template: "Qwen3.5-4B",
+        tools: ToolFormat::Qwen3Coder,
+        reasoning: THINK,
+        opening: "<|im_start|>assistant\n",
+        ending: "<|im_end|>\n",
+        writes: (true, true, true),
+    },
+    Case {
         template: "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B",
         tools: ToolFormat::DeepSeekV3,
         reasoning: THINK,
@@ -92,12 +108,28 @@ const CASES: [Case; 12] = [
         writes: (true, false, true),
     },
     Case {
+        template: "deepseek-ai-DeepSeek-V3.2",
+        tools: ToolFormat::Dsml,
+        reasoning: THINK,
+        opening: "<｜Assistant｜></think>",
+        ending: "<｜end▁of▁sentence｜>",
+        writes: (true, false, true),
+    },
+    Case {
         template: "google-gemma-4-31B-it",
         tools: ToolFormat::None,
         reasoning: Some(("<|channel>thought", "<channel|>")),
         opening: "<|turn>model\n",
         ending: "",
         writes: (false, false, false),
+    },
+    Case {
+        template: "ibm-granite-granite-4.0",
+        tools: ToolFormat::HermesJson,
+        reasoning: None,
+        opening: "<|start_of_role|>assistant<|end_of_role|>",
+        ending: "<|end_of_text|>\n",
+        writes: (true, false, true),
     },
     Case {
         template: "meta-llama-Llama-3.1-8B-Instruct",
@@ -218,10 +250,46 @@ fn the_format_is_told_by_the_template() {
     for case in &CASES {
         let Some(source) = case.source() else { continue };
         let reasoning = case.reasoning.map(|(open, close)| (open.to_owned(), close.to_owned()));
-        let expected = ReplyFormat { tools: case.tools, reasoning };
+        let expected = ReplyFormat { tools: case.tools, reasoning, answer: None };
         assert_eq!(ReplyFormat::detect(&source), expected, "{}", case.template);
     }
     assert_eq!(ReplyFormat::detect("{{ messages }}"), ReplyFormat::default());
+}
+
+/// What these formats are told by, where their templates are not at hand.
+#[test]
+fn the_format_is_told_by_the_markers_of_its_calls() {
+    let think = ("<think>".to_owned(), "</think>".to_owned());
+    let response = ("<response>".to_owned(), "</response>".to_owned());
+    for (source, tools, reasoning, answer) in [
+        (
+            "{{ '<think>' ~ thought ~ '</think>' ~ '<minimax:tool_call>' ~ '<invoke name=' ~ '<response>' ~ '</response>' }}",
+            ToolFormat::MiniMax,
+            true,
+            false,
+        ),
+        (
+            "{%- set token = '｜DSML｜' -%}{{ '<' + token + 'function_calls>' }}",
+            ToolFormat::Dsml,
+            false,
+            false,
+        ),
+        ("respond only with <|tool_call|> followed by a list", ToolFormat::Granite, false, false),
+        (
+            "{{ '<think>' ~ '</think>' ~ '<response>' ~ '</response>' ~ '<tool_call>' ~ call.arguments }}",
+            ToolFormat::HermesJson,
+            true,
+            true,
+        ),
+        ("{{ '<response>' ~ '</response>' }}", ToolFormat::None, false, false),
+    ] {
+        let expected = ReplyFormat {
+            tools,
+            reasoning: reasoning.then(|| think.clone()),
+            answer: answer.then(|| response.clone()),
+        };
+        assert_eq!(ReplyFormat::detect(source), expected, "{source}");
+    }
 }
 
 #[test]
@@ -242,6 +310,31 @@ fn what_a_template_writes_is_read_back() {
         };
         let format = ReplyFormat::detect(&source);
         assert_eq!(read(&format, &specs, case.opening, &turn), expected, "{}: {turn:?}", case.template);
+    }
+}
+
+/// Where each parameter is named in markup, a grammar has that markup.
+#[test]
+fn tags_are_what_the_template_writes() {
+    for case in CASES.iter().filter(|case| case.tools != ToolFormat::None) {
+        let Some(source) = case.source() else { continue };
+        let tool = ToolSpec { name: "now".into(), parameters: schema() };
+        let shape = case.tools.call_shape(&tool).unwrap();
+        let Some(tags) = shape.tags else { continue };
+        let written = |lines: bool| {
+            let text = [
+                &shape.prefix,
+                &format!("{}city{}Rome{}", tags.before_key, tags.after_key, tags.after_value),
+                &format!("{}days{}2{}", tags.before_key, tags.after_json_key, tags.after_value),
+                &shape.suffix,
+            ]
+            .map(String::as_str)
+            .concat();
+            if lines { text } else { text.replace('\n', "") }
+        };
+        let turn = case.turn(&source, &[("now", json!({"city": "Rome", "days": 2}))]);
+        let ends = turn.ends_with(&written(true)) || (tags.lines_optional && turn.ends_with(&written(false)));
+        assert!(ends, "{}: {turn:?} ends not with {:?}", case.template, written(true));
     }
 }
 

@@ -52,10 +52,9 @@ pub fn run(
             let ((steps, stretch), around) =
                 ceilings.around(bench, |bench| decode(bench, n, round as u64))?;
             let asked = (stretch.store.demand_hits + stretch.store.demand_misses) as f64 / steps as f64;
-            let missed = stretch.store.disk_bytes as f64 / steps as f64;
-            let floor = figures::step_floor_s(&touched, asked, missed, around.disk, around.memory);
+            let floor = figures::serial_floor_s(&touched, &stretch.store, steps, &around);
             series.rate.push(stretch.rate());
-            series.share.push(floor * steps as f64 / stretch.time.as_secs_f64());
+            series.share.push(floor / stretch.time.as_secs_f64());
             series.union.push(asked / touched.layers.max(1) as f64);
             series.disk_bytes.push(stretch.store.disk_bytes as f64 / stretch.tokens as f64);
             series.hit_rate.extend(stretch.store.hit_rate());

@@ -8,16 +8,15 @@
 //! dense bytes / memory + sum over layers of max(missed bytes / disk, expert bytes / memory) + head bytes / memory
 //! ```
 //!
-//! with the missed bytes spread evenly over the layers, which makes the floor lower and the share of it that
-//! is reached smaller, never larger.
+//! with the misses of each layer of each token as they were counted.
 
 use std::time::Duration;
 
 use serde_json::{Map, Value, json};
 use smoe_engine::ceiling::{self, DiskCeiling};
 use smoe_engine::forecast::{Forecast, Touched};
-use smoe_engine::{DirectIo, Engine, OpenMode, Vault};
-use smoe_meter::Phase;
+use smoe_engine::{DirectIo, Engine, KernelCost, OpenMode, TokenCosts, Vault};
+use smoe_meter::{Phase, StoreSnapshot};
 use smoe_store::FileDisk;
 
 use super::machine;
@@ -118,7 +117,7 @@ fn passes(engine: &Engine) -> usize {
 }
 
 /// What was noted beside the runs.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct Facts {
     /// Opening: backbone, memory.
     pub open_s: f64,
@@ -128,18 +127,20 @@ pub struct Facts {
     pub load_s: f64,
     /// What decoding was expected to do.
     pub forecast: Option<Forecast>,
+    /// What a token takes of the device alone.
+    pub costs: Option<TokenCosts>,
 }
 
-/// Seconds of a token in which nothing overlaps but a layer's reads with its experts.
-fn serial_floor_s(touched: &Touched, missed_bytes: f64, disk: f64, memory: f64) -> f64 {
-    step_floor_s(touched, touched.experts as f64 / touched.expert, missed_bytes, disk, memory)
-}
-
-/// The same of a step that needs so many experts in all its layers.
-pub fn step_floor_s(touched: &Touched, experts: f64, missed_bytes: f64, disk: f64, memory: f64) -> f64 {
-    let layers = touched.layers.max(1) as f64;
-    let layer = (missed_bytes / layers / disk).max(experts * touched.expert / layers / memory);
-    (touched.dense + touched.head) as f64 / memory + layers * layer
+/// Seconds of `steps` steps in which nothing overlaps but a layer's reads with its experts' arithmetic. A layer's
+/// misses are those that were counted; its experts' bytes are the mean of all layers and steps.
+pub fn serial_floor_s(touched: &Touched, store: &StoreSnapshot, steps: usize, around: &Around) -> f64 {
+    let record = store.disk_bytes as f64 / store.loads.max(1) as f64;
+    let by_misses = || store.demands_by_misses.pairs(store.demand_misses);
+    let demands: u64 = by_misses().map(|(_, demands)| demands).sum();
+    let asked = (store.demand_hits + store.demand_misses) as f64 / demands.max(1) as f64;
+    let experts = asked * touched.expert / around.memory;
+    let layers = by_misses().map(|(misses, n)| n as f64 * (misses * record / around.disk).max(experts));
+    steps as f64 * (touched.dense + touched.head) as f64 / around.memory + layers.sum::<f64>()
 }
 
 /// Machine, model and plan of a bench.
@@ -176,6 +177,14 @@ pub fn set_up(vault: &Vault, bench: &Bench, facts: &Facts) -> Record {
             record.set("device_upload_gb_s", rounded(device.rates.upload_bytes_per_s / 1e9));
         }
     }
+    if let Some(TokenCosts { token_s, kernels }) = &facts.costs {
+        record.set("device_token_alone_ms", rounded(token_s * 1e3));
+        let cost = |kernel: &KernelCost| {
+            let workgroups: u32 = kernel.grid.iter().product();
+            json!([kernel.name, workgroups, kernel.runs, rounded(kernel.seconds * 1e6)])
+        };
+        record.set("device_kernel_workgroups_runs_us", kernels.iter().map(cost).collect::<Vec<Value>>());
+    }
     record.set("open_s", rounded(facts.open_s));
     if facts.load_bytes > 0 {
         record.set("load_s", rounded(facts.load_s));
@@ -204,6 +213,8 @@ pub fn record(vault: &Vault, bench: &Bench, ceilings: &Ceilings, facts: &Facts) 
         let predicted = forecast.device.map_or(forecast.cpu_tok_s, |device| device.tok_s);
         record.spread("decode_of_predicted", runs.iter().map(|run| run.short.rate() / predicted));
     }
+    record
+        .spread("decode_greedy_tok_s", runs.iter().filter_map(|run| run.greedy).map(|greedy| greedy.rate()));
     record.spread("decode_long_tok_s", runs.iter().filter_map(|run| run.long).map(|long| long.rate()));
 
     let short: Vec<Stretch> = runs.iter().map(|run| run.short).collect();
@@ -225,6 +236,8 @@ pub fn record(vault: &Vault, bench: &Bench, ceilings: &Ceilings, facts: &Facts) 
         record.spread("device_hit_rate", short.iter().filter_map(|s| s.tier.hit_rate()));
         record.spread("device_load_bytes_per_token", per_token(|s| s.tier.load_bytes));
         record.spread("device_submits_per_token", per_token(|s| s.tier.submits));
+        record.spread("device_submit_ms_per_token", per_token(|s| s.tier.submit_ns).map(|ns| ns / 1e6));
+        record.spread("device_ahead_ms_per_token", per_token(|s| s.tier.ahead_ns).map(|ns| ns / 1e6));
         record.spread("device_waits_per_token", per_token(|s| s.tier.waits));
         record.spread("device_wait_ms_per_token", per_token(|s| s.tier.wait_ns).map(|ns| ns / 1e6));
         record.spread("device_dispatches_per_token", per_token(|s| s.tier.dispatches));
@@ -271,8 +284,7 @@ pub fn record(vault: &Vault, bench: &Bench, ceilings: &Ceilings, facts: &Facts) 
     let memory_best = ceilings.memory_rates.iter().copied().fold(f64::NAN, f64::max);
     record.spread("decode_memory_share_of_best", short.iter().map(|s| touched_gb_s(s) * 1e9 / memory_best));
     let floor_share = |s: &Stretch, around: &Around| {
-        let missed = s.store.disk_bytes as f64 / s.tokens as f64;
-        Some(serial_floor_s(&touched, missed, around.disk, around.memory) * s.rate())
+        Some(serial_floor_s(&touched, &s.store, s.tokens, around) / s.time.as_secs_f64())
     };
     record.spread("decode_serial_floor_share", pairs(runs, floor_share));
 

@@ -3,9 +3,10 @@
 //! Tokens are drawn from a seed, when decoding too: the model's own greedy tokens soon repeat themselves, and
 //! with them their experts, which flatters any cache.
 
+use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
-use smoe_engine::{Control, Engine, Sampler, Sampling, Session};
+use smoe_engine::{Control, Engine, Limits, Sampler, Sampling, Session};
 use smoe_meter::{PhaseSnapshot, RouteSnapshot, StoreSnapshot, TierSnapshot};
 use smoe_sculpt::token_stream;
 
@@ -65,6 +66,9 @@ pub struct Run {
     pub around_short: Around,
     /// What the kernel says this process read from storage meanwhile.
     pub kernel_read_bytes: Option<u64>,
+    /// Decoding the model's own greedy tokens, where a device holds every expert: it then has each token before it is asked
+    /// for. Elsewhere they flatter a cache.
+    pub greedy: Option<Stretch>,
     /// Decoding after the longest prefill.
     pub long: Option<Stretch>,
     /// The prefills that the context has room for, each from no expert in memory.
@@ -104,11 +108,12 @@ impl Bench {
         let cold = self.measure(|engine, sampler| sync(engine, &mut session, sampler, &held))?;
         tell("decoding");
         let answer = take(DECODE);
-        let ((short, kernel_read_bytes), around_short) = ceilings.around(self, |bench| {
+        let ((greedy, short, kernel_read_bytes), around_short) = ceilings.around(self, |bench| {
             bench.wake(&mut session, &held)?;
+            let greedy = bench.greedy(&mut session)?;
             let before = machine::read_bytes();
             let short = bench.measure(|engine, sampler| decode(engine, &mut session, sampler, &answer))?;
-            Ok((short, machine::read_bytes().zip(before).map(|(after, before)| after - before)))
+            Ok((greedy, short, machine::read_bytes().zip(before).map(|(after, before)| after - before)))
         })?;
         tell("a further turn");
         held.extend(answer);
@@ -129,9 +134,26 @@ impl Bench {
                 long = Some(self.measure(|engine, sampler| decode(engine, &mut session, sampler, &answer))?);
             }
         }
-        self.runs.push(Run { cold, warm, short, around_short, kernel_read_bytes, long, prefills });
+        self.runs.push(Run { cold, warm, short, around_short, kernel_read_bytes, greedy, long, prefills });
         self.routes = self.engine.route_snapshot();
         Ok(())
+    }
+
+    /// Decodes what the model chooses, and takes it back, if a device holds every expert.
+    fn greedy(&mut self, session: &mut Session) -> Result<Option<Stretch>, Failure> {
+        if !self.engine.device_tier().is_some_and(|tier| tier.plan.holds_all()) {
+            return Ok(None);
+        }
+        let held = session.len();
+        // The first one is there already.
+        let limits = Limits { max_tokens: DECODE + 1, end_tokens: Vec::new() };
+        let greedy = self.measure(|engine, sampler| {
+            let mut control = Control::cancelled_by(interrupt::flag());
+            engine.generate(session, sampler, &limits, &mut control, &mut |_| ControlFlow::Continue(()))?;
+            Ok(DECODE)
+        })?;
+        self.engine.truncate(session, held);
+        Ok(Some(greedy))
     }
 
     /// Wakes a device, if there is one, with the end of what a session holds.

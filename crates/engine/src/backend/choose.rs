@@ -3,6 +3,8 @@
 use std::str::FromStr;
 
 use smoe_format::expert_file::LayerTable;
+#[cfg(feature = "gpu")]
+use smoe_gpu::GpuError;
 use smoe_kernels::Kernels;
 
 use crate::EngineError;
@@ -112,10 +114,11 @@ impl Chosen {
         request.clone()
     }
 
-    /// The backend. A GPU that is too small is an error if it was asked for, and the processor's case otherwise.
+    /// The backend. A GPU that is too small is an error if it was asked for, and the processor's case otherwise; one that
+    /// is lost, or whose memory others hold, is the processor's in any case.
     ///
     /// # Errors
-    /// If the device has no room or refuses something.
+    /// If the device is too small, or refuses something.
     pub(crate) fn backend(
         &mut self,
         choice: &DeviceChoice,
@@ -130,16 +133,21 @@ impl Chosen {
         let (spec, tables): (_, &[LayerTable]) = (&vault.spec, &vault.experts.layers);
         #[cfg(feature = "gpu")]
         if let Some(device) = self.gpu.take() {
-            let made = crate::DevicePlan::new(device.facts(), spec, tables, plan, vram, slots)
-                .and_then(|held| gpu::GpuBackend::new(device, spec, &weights, tables, plan, held, exact));
-            let worth = |mut backend: gpu::GpuBackend| match choice {
-                DeviceChoice::Auto => gains(&mut backend, vault, plan, kernels).map(|why| (backend, why)),
-                _ => Ok((backend, None)),
+            let made = on_device(&device, vault, &weights, plan, exact, vram, slots);
+            let worth = |(mut backend, note): (gpu::GpuBackend, _)| match choice {
+                DeviceChoice::Auto => {
+                    gains(&mut backend, vault, plan, kernels).map(|why| (backend, note, why))
+                }
+                _ => Ok((backend, note, None)),
             };
             match made.and_then(worth) {
-                Ok((backend, None)) => return Ok(Box::new(backend)),
-                Ok((_, Some(why))) => self.note = Some(format!("on the processor: {why}")),
-                Err(error) if *choice == DeviceChoice::Auto => {
+                Ok((backend, note, None)) => {
+                    self.note = note;
+                    return Ok(Box::new(backend));
+                }
+                Ok((_, _, Some(why))) => self.note = Some(format!("on the processor: {why}")),
+                // Nobody asked for a device that fails, or whose memory is taken.
+                Err(error) if *choice == DeviceChoice::Auto || has_failed(&device, &error) => {
                     self.note = Some(format!("on the processor: {error}"));
                 }
                 Err(error) => return Err(error),
@@ -149,6 +157,48 @@ impl Chosen {
         Ok(Box::new(CpuBackend::new(spec.clone(), weights, tables, plan, kernels, exact)))
     }
 }
+
+/// Whether a device can do no more: it was lost, or others have its memory.
+#[cfg(feature = "gpu")]
+fn has_failed(device: &smoe_gpu::Gpu, error: &EngineError) -> bool {
+    matches!(error, EngineError::Gpu(GpuError::OutOfMemory { .. })) || device.check().is_err()
+}
+
+/// Puts the model on a device. Where less memory is free than the card has, with fewer experts, which is noted.
+#[cfg(feature = "gpu")]
+fn on_device(
+    device: &std::sync::Arc<smoe_gpu::Gpu>,
+    vault: &Vault,
+    weights: &Weights,
+    plan: &Plan,
+    exact: bool,
+    vram: Option<u64>,
+    slots: Option<usize>,
+) -> Result<(gpu::GpuBackend, Option<String>), EngineError> {
+    let (spec, tables) = (&vault.spec, &vault.experts.layers);
+    let (mut limit, mut refused) = (vram, None);
+    loop {
+        let held = match crate::DevicePlan::new(device.facts(), spec, tables, plan, limit, slots) {
+            Ok(held) => held,
+            // What was refused tells more than that less would not do.
+            Err(error) => return Err(refused.map_or(error, EngineError::Gpu)),
+        };
+        // By at least one of each layer's experts less than was planned, until a token's are left.
+        limit = Some(held.total_bytes() - held.expert_bytes.div_ceil(LESS));
+        let (n, of) = (held.slots.iter().sum::<usize>(), held.n_experts);
+        match gpu::GpuBackend::new(device.clone(), spec, weights, tables, plan, held, exact) {
+            Err(EngineError::Gpu(error @ GpuError::OutOfMemory { .. })) => refused = Some(error),
+            made => {
+                let note = refused.map(|why| format!("{why}: {n} of {of} experts are kept there"));
+                return Ok((made?, note));
+            }
+        }
+    }
+}
+
+/// By this part of them fewer experts are asked for where a device had no room.
+#[cfg(feature = "gpu")]
+const LESS: u64 = 8;
 
 /// Why a device is not worth while; none if it is, or cannot be measured.
 #[cfg(feature = "gpu")]

@@ -34,6 +34,16 @@ pub struct Row {
     pub position: u32,
 }
 
+/// How a step follows from the last, and the next from it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Follows {
+    /// It is of one token, of the session that the last step was of alone, behind what that one computed: nothing has been
+    /// taken back, and no session has come or gone.
+    pub continues: bool,
+    /// It is of one token, which is likely to be followed by the one with the largest logit.
+    pub likely: bool,
+}
+
 /// The most rows that [`Backend::head`] takes at once.
 pub const HEAD_ROWS: usize = 8;
 
@@ -61,6 +71,28 @@ impl KernelTimes {
             None => self.kernels.push((name.to_owned(), 1, ns)),
         }
     }
+}
+
+/// What a decoded token takes of a device alone, its experts all there and others following at once.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TokenCosts {
+    /// Seconds.
+    pub token_s: f64,
+    /// Its kernels, the one that takes most first.
+    pub kernels: Vec<KernelCost>,
+}
+
+/// What a kernel adds to that: how much less a token takes without it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct KernelCost {
+    /// Its name. Several may share one.
+    pub name: String,
+    /// Workgroups.
+    pub grid: [u32; 3],
+    /// Times that a token runs it.
+    pub runs: u32,
+    /// Seconds of each.
+    pub seconds: f64,
 }
 
 /// How far a backend went by itself ([`Backend::advance`]).
@@ -132,6 +164,16 @@ pub trait Backend: Send {
         Ok(Advanced { next: from, halted: false })
     }
 
+    /// Told before a step, what stands before and after it.
+    ///
+    /// After a step whose token is `likely` followed by the one with the largest logit, a backend may begin that token's
+    /// step before it is asked to; and if the next step indeed is one that `continues`, and of that token, go on with it.
+    /// What it begins in vain is over before anything else begins; but hidden states of the step before are not to be
+    /// asked for then.
+    fn follows(&mut self, follows: Follows) {
+        let _ = follows;
+    }
+
     /// Hears how a layer that [`Self::advance`] finished was routed.
     fn routed(&mut self, layer: usize, routes: &Routes) {
         let _ = (layer, routes);
@@ -186,6 +228,11 @@ pub trait Backend: Send {
 
     /// What its device does with this model, if nothing has been computed yet.
     fn measure(&mut self) -> Result<Option<DeviceRates>, EngineError> {
+        Ok(None)
+    }
+
+    /// What a token and its kernels take of a device, if nothing has been computed yet.
+    fn costs(&mut self) -> Result<Option<TokenCosts>, EngineError> {
         Ok(None)
     }
 

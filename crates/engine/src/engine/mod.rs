@@ -10,7 +10,7 @@ use smoe_store::{ArenaMemory, DirectIo, Disk, FileDisk, Lease, OpenMode, Order, 
 
 use crate::EngineError;
 use crate::backend::cpu::CALL_EXPERTS;
-use crate::backend::{Backend, Chosen, DeviceTier, HEAD_ROWS, KernelTimes, Row};
+use crate::backend::{Backend, Chosen, DeviceTier, HEAD_ROWS, KernelTimes, Row, TokenCosts};
 use crate::ceiling::{self, MemoryCeiling};
 use crate::device::DevicePlan;
 use crate::forecast::{Forecast, Touched, forecast};
@@ -32,6 +32,7 @@ mod step;
 pub use open::{POLICY, kernels, plan};
 use open::{READERS, open_store};
 pub use options::{Control, EngineInfo, EngineOptions, Finish, Limits, Meters, Observer};
+use sessions::device_failure;
 use step::STEPS;
 pub use step::is_finite;
 
@@ -53,6 +54,10 @@ pub struct Engine {
     row_tokens: Vec<u32>,
     /// Rows whose logits are wanted; none of them if they are more than the backend takes at once.
     head_rows: Vec<usize>,
+    /// The token after that of the step is likely to be the one with the largest logit.
+    likely: bool,
+    /// The row of the last step, if it had one and nothing has come between.
+    alone: Option<Row>,
     /// Tokens computed so far: the clock of the experts' last uses.
     tokens_done: u64,
     /// Tokens of the running `sync` that are done, and that are to do.
@@ -160,6 +165,8 @@ impl Engine {
             rows: Vec::with_capacity(plan.chunk),
             row_tokens: Vec::with_capacity(plan.chunk),
             head_rows: Vec::with_capacity(HEAD_ROWS),
+            likely: false,
+            alone: None,
             tokens_done: 0,
             prefilled: (0, 0),
             watch: RouteWatch::new(&spec),
@@ -266,7 +273,8 @@ impl Engine {
     }
 
     /// Loads every expert in large sequential reads, if the ring holds them all; otherwise does nothing.
-    /// Told (bytes done, bytes to do). Without it experts are loaded as they are first needed.
+    /// Told (bytes done, bytes to do). Without it experts are loaded as they are first needed. A device that is lost
+    /// meanwhile is left, which [`Engine::take_warning`] tells.
     ///
     /// # Errors
     /// If a read fails.
@@ -275,9 +283,25 @@ impl Engine {
             self.store.preload_all(&mut *progress)?;
         }
         if let Some(tier) = self.backend.tier().filter(|tier| tier.plan.holds_all()) {
-            self.fill_device(&tier.plan, progress)?;
+            let filled = self.fill_device(&tier.plan, progress);
+            self.unless_lost(filled)?;
         }
         Ok(())
+    }
+
+    /// What a device did; none if it failed, and the processor goes on.
+    ///
+    /// # Errors
+    /// Those that are not the device's, and those of going on.
+    fn unless_lost<T>(&mut self, done: Result<T, EngineError>) -> Result<Option<T>, EngineError> {
+        let error = match done {
+            Ok(done) => return Ok(Some(done)),
+            Err(error) => error,
+        };
+        match device_failure(&error).and_then(|why| Some((why, self.fallback.take()?))) {
+            Some((why, fallback)) => self.leave_device(&fallback, why).map(|()| None),
+            None => Err(error),
+        }
     }
 
     /// Brings every expert to the device that has room for all.
@@ -331,13 +355,26 @@ impl Engine {
     /// What decoding will do, the processor going through weights at this speed
     /// ([`weights_rate`](crate::forecast::weights_rate)); of the device only before the first token and expert.
     ///
+    /// A device that is lost meanwhile is left.
+    ///
     /// # Errors
-    /// If the device fails.
+    /// If the processor cannot take over.
     pub fn forecast(&mut self, vault: &Vault, weights_bytes_per_s: f64) -> Result<Forecast, EngineError> {
-        let rates = self.backend.measure()?;
+        let measured = self.backend.measure();
+        let rates = self.unless_lost(measured)?.flatten();
         let tier = self.backend.tier();
         let device = tier.as_ref().map(|tier| &tier.plan).zip(rates);
         Ok(forecast(&self.spec, &Touched::of(vault), weights_bytes_per_s, device))
+    }
+
+    /// What a decoded token and its kernels take of a device alone; only before the first token and expert. A device that
+    /// is lost meanwhile is left.
+    ///
+    /// # Errors
+    /// If the processor cannot take over.
+    pub fn device_costs(&mut self) -> Result<Option<TokenCosts>, EngineError> {
+        let costs = self.backend.costs();
+        Ok(self.unless_lost(costs)?.flatten())
     }
 
     /// For tests that put something around it.

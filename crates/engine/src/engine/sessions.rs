@@ -23,6 +23,7 @@ impl Engine {
         while let Some(seq) = self.dropped.take() {
             self.kv.close(seq);
         }
+        self.alone = None;
         Ok(Session {
             seq: self.kv.open()?,
             tokens: Vec::with_capacity(self.plan.context),
@@ -31,6 +32,7 @@ impl Engine {
             wanted: 0,
             guesses: 0,
             is_answering: false,
+            likely: false,
             shared: false,
             broken: None,
             is_open: true,
@@ -62,6 +64,9 @@ impl Engine {
             session.losses = self.losses;
         }
         let reused = self.kv.truncate(session.seq, reusable(&session.tokens, tokens));
+        if reused < session.tokens.len() {
+            self.alone = None;
+        }
         session.tokens.truncate(reused);
         session.is_answering = false;
         let total = tokens.len() - reused;
@@ -91,12 +96,26 @@ impl Engine {
         token: u32,
         control: &mut Control<'_>,
     ) -> Result<(), EngineError> {
+        self.decode_before(session, token, false, control)
+    }
+
+    /// The same, saying whether the next one will be, in all likelihood, that with the largest logit.
+    fn decode_before(
+        &mut self,
+        session: &mut Session,
+        token: u32,
+        likeliest: bool,
+        control: &mut Control<'_>,
+    ) -> Result<(), EngineError> {
         self.check_id(token)?;
         if session.tokens.len() >= self.plan.context {
             let (needed, context) = (session.tokens.len() + 1, self.plan.context);
             return Err(EngineError::ContextFull { needed, context });
         }
         session.queue(&[token], 1);
+        if likeliest {
+            session.expect_likeliest();
+        }
         self.step_one(session, control)
     }
 
@@ -147,15 +166,15 @@ impl Engine {
             on_logits(session, row, logits);
         };
         let mut done = self.compute(sessions, control, &mut tell);
-        if let Err(error) = &done
-            && !told
-            && let Some(why) = device_failure(error)
-            && let Some(fallback) = self.fallback.take()
-        {
-            done =
-                self.leave_device(&fallback, why).and_then(|()| self.compute(sessions, control, on_logits));
+        if done.is_err() && !told {
+            done = match self.unless_lost(done) {
+                Ok(Some(())) => Ok(()),
+                Ok(None) => self.compute(sessions, control, on_logits),
+                Err(error) => Err(error),
+            };
         }
         if let Err(error) = done {
+            self.alone = None;
             self.kv.begin_step();
             for session in sessions {
                 session.queue(&[], 0);
@@ -230,14 +249,14 @@ impl Engine {
     }
 
     /// Goes on without the device: on the processor, with keys and values of nothing.
-    fn leave_device(&mut self, fallback: &Fallback, why: String) -> Result<(), EngineError> {
+    pub(super) fn leave_device(&mut self, fallback: &Fallback, why: String) -> Result<(), EngineError> {
         let Fallback { vault, disk, exact } = fallback;
         let backbone = FileDisk::open(&vault.backbone_path, *disk)?;
         let weights = Weights::load(vault, &backbone, READERS)?;
         let (spec, tables) = (vault.spec.clone(), &vault.experts.layers);
         self.backend = Box::new(CpuBackend::new(spec, weights, tables, &self.plan, self.kernels, *exact));
         self.kv.leave_device();
-        (self.on_device, self.all_on_device) = (false, false);
+        (self.on_device, self.all_on_device, self.alone) = (false, false, None);
         self.losses += 1;
         self.device_note = Some(format!("on the processor: {why}"));
         self.warning = Some(EngineError::DeviceLost { why });
@@ -262,6 +281,7 @@ impl Engine {
     /// If the session is another engine's, or holds anything that it has not adopted.
     pub fn adopt_some(&mut self, session: &mut Session, tokens: &[u32], blocks: usize) -> Adopted {
         self.check_owner(session);
+        self.alone = None;
         session.shared = true;
         if self.is_lost(session) {
             session.tokens.clear();
@@ -290,6 +310,9 @@ impl Engine {
         if !self.is_lost(session) {
             len = self.kv.truncate(session.seq, len);
         }
+        if len < session.tokens.len() {
+            self.alone = None;
+        }
         session.tokens.truncate(len);
         session.broken = session.broken.filter(|&position| position < len);
     }
@@ -297,6 +320,7 @@ impl Engine {
     /// Ends a session. What it computed can still be found if it has ever adopted; its end, if `keep` says so.
     pub fn close(&mut self, mut session: Session, keep: bool) {
         self.check_owner(&session);
+        self.alone = None;
         if session.shared && keep && session.broken.is_none() && !self.is_lost(&session) {
             self.kv.commit_all(session.seq, &session.tokens);
         }
@@ -399,7 +423,8 @@ impl Engine {
             if session.tokens.len() >= self.plan.context {
                 return Ok(Finish::ContextFull);
             }
-            match self.decode(session, token, control) {
+            let likeliest = n + 1 < limits.max_tokens && sampler.sampling().is_greedy();
+            match self.decode_before(session, token, likeliest, control) {
                 Err(EngineError::Cancelled) => return Ok(Finish::Stopped),
                 result => result?,
             }
@@ -410,7 +435,7 @@ impl Engine {
 
 /// What a device said that can do no more.
 #[cfg(feature = "gpu")]
-fn device_failure(error: &EngineError) -> Option<String> {
+pub(super) fn device_failure(error: &EngineError) -> Option<String> {
     match error {
         EngineError::Gpu(error) => Some(error.to_string()),
         _ => None,
@@ -419,6 +444,6 @@ fn device_failure(error: &EngineError) -> Option<String> {
 
 /// No device, no failure.
 #[cfg(not(feature = "gpu"))]
-const fn device_failure(_error: &EngineError) -> Option<String> {
+pub(super) const fn device_failure(_error: &EngineError) -> Option<String> {
     None
 }

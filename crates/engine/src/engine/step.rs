@@ -9,7 +9,7 @@ use smoe_store::{Order, StoreError, Want};
 use super::{Control, Engine, Observer};
 use crate::EngineError;
 use crate::backend::cpu::CALL_EXPERTS;
-use crate::backend::{Advanced, HEAD_ROWS, Row, SharedObserver};
+use crate::backend::{Advanced, Follows, HEAD_ROWS, Row, SharedObserver};
 use crate::kv::BLOCK;
 use crate::session::Session;
 
@@ -111,6 +111,7 @@ impl Engine {
             self.rows.extend((first..end).map(row));
             self.row_tokens.extend_from_slice(&session.pending);
         }
+        self.likely = sessions.iter().all(|session| session.pending.is_empty() || session.likely);
         let most = self.plan.chunk.max(1);
         if !(1..=most).contains(&self.rows.len()) {
             let (name, value) = ("tokens of a step", self.rows.len().to_string());
@@ -129,6 +130,8 @@ impl Engine {
         self.clock.begin_step();
         self.store_before = self.store_meter.snapshot();
         self.watch.begin_step(&self.rows);
+        let before = self.alone.take();
+        self.backend.follows(self.follows(before));
         self.backend.embed(&self.row_tokens)?;
         let (mut moe_index, mut layer) = (0, 0);
         while layer < self.spec.n_layers() {
@@ -178,11 +181,19 @@ impl Engine {
             layer += 1;
         }
         self.tokens_done += n_tokens as u64;
+        self.alone = Some(self.rows[0]).filter(|_| n_tokens == 1);
         self.clock.switch(Phase::Other);
         if n_tokens == 1 && self.spec_width > 0 {
             self.speculate();
         }
         Ok(())
+    }
+
+    /// How the step stands between the last one, of this row if of one, and the next.
+    fn follows(&self, before: Option<Row>) -> Follows {
+        let [row] = self.rows[..] else { return Follows::default() };
+        let next = |before: Row| Row { position: before.position + 1, ..before };
+        Follows { continues: before.is_some_and(|before| next(before) == row), likely: self.likely }
     }
 
     /// Lets the backend compute what it can by itself from `layer` on, counts how it routed, and brings it the experts

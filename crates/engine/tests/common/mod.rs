@@ -124,6 +124,25 @@ pub fn greedy(engine: &mut Engine, prompt: &[u32], n: usize) -> Vec<u32> {
     tokens
 }
 
+/// Waits until all other threads wait for work. A thread allocates when it begins, which on a busy machine may be long
+/// after it was made; one that waits has begun. Where the system does not tell, nothing is waited for.
+pub fn all_threads_have_begun() {
+    let waits = |stat: &str| {
+        // The name of the program, in parentheses, may be anything.
+        stat.rsplit_once(") ").is_none_or(|(_, state)| state.starts_with(['S', 'D']))
+    };
+    let Ok(me) = std::fs::read_link("/proc/thread-self") else { return };
+    loop {
+        let others = std::fs::read_dir("/proc/self/task").unwrap().map(|task| task.unwrap().path());
+        let mut others = others.filter(|path| path.file_name() != me.file_name());
+        // A thread that has ended meanwhile has no state.
+        if others.all(|path| std::fs::read_to_string(path.join("stat")).map_or(true, |stat| waits(&stat))) {
+            return;
+        }
+        std::thread::yield_now();
+    }
+}
+
 /// The bits of floats: equality that knows no tolerance.
 pub fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|v| v.to_bits()).collect()

@@ -133,7 +133,9 @@ impl Kernels {
             let out = &mut out[at * cols..(at + last - first) * cols];
             match self.isa() {
                 // NEON is part of every aarch64 target.
-                Isa::Scalar | Isa::Neon => decode_block(codes, bytes, first..last, cols, out),
+                Isa::Scalar | Isa::Neon | Isa::NeonI8mm => {
+                    decode_block(codes, bytes, first..last, cols, out);
+                }
                 #[cfg(target_arch = "x86_64")]
                 // SAFETY: a `Kernels` of either set proves that the machine has these features.
                 Isa::Avx2 | Isa::Avx512 => unsafe { decode_avx2(codes, bytes, first..last, cols, out) },

@@ -125,14 +125,8 @@ impl Kernels {
     /// are what counts, as each reads and unpacks the weights again.
     fn tokens_at_once(self, tokens: usize) -> usize {
         match self.isa() {
-            Isa::Scalar | Isa::Avx512 => tokens.min(8),
+            Isa::Scalar | Isa::Avx512 | Isa::Neon | Isa::NeonI8mm => tokens.min(8),
             Isa::Avx2 => tokens.min(4),
-            Isa::Neon => match tokens {
-                8.. => 8,
-                4.. => 4,
-                2.. => 2,
-                _ => 1,
-            },
         }
     }
 
@@ -159,7 +153,12 @@ impl Kernels {
             Isa::Avx2 => unsafe { avx2::block(job, tokens, out) },
             #[cfg(target_arch = "aarch64")]
             // SAFETY: as above.
-            Isa::Neon => unsafe { neon::block(job, tokens, out) },
+            Isa::NeonI8mm if tokens > 1 && neon::i8mm::takes(&job) => unsafe {
+                neon::i8mm::block(job, tokens, out);
+            },
+            #[cfg(target_arch = "aarch64")]
+            // SAFETY: as above; one with int8 matrix products has int8 dot products.
+            Isa::Neon | Isa::NeonI8mm => unsafe { neon::block(job, tokens, out) },
             _ => scalar::block(job, tokens, out),
         }
     }

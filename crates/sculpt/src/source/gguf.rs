@@ -3,7 +3,9 @@
 //! The header is read with positioned reads and believed in nothing: no allocation is larger than the bytes
 //! that were really there, and everything that is said of tensors is held against the file's length.
 
+mod arch;
 mod model;
+mod names;
 mod tokenizer;
 
 use std::collections::{BTreeMap, HashMap};
@@ -13,7 +15,7 @@ use std::sync::atomic::AtomicU64;
 use serde_json::Value as Json;
 use smoe_format::Encoding;
 
-use super::{At, Form, Order, Shard, Span, Stored, Unread, ggml};
+use super::{At, Change, Form, Order, Shard, Span, Stored, Unread, ggml};
 use crate::error::{SculptError, Warning};
 use crate::files::{WeightFile, WeightFiles};
 
@@ -208,6 +210,14 @@ pub(crate) fn open(
     };
     let spans = by_name.iter().map(|(name, tensor)| (name.clone(), span(tensor))).collect();
     Ok(Opened { shards, config, tensors, spans, metadata, warnings })
+}
+
+/// A name without the number of a part, if it is that of one.
+pub(crate) fn without_part(name: &str) -> Option<String> {
+    let (stem, count) = name.strip_suffix(".gguf")?.rsplit_once("-of-")?;
+    let (stem, number) = stem.rsplit_once('-')?;
+    let digits = |text: &str| text.len() == 5 && text.bytes().all(|b| b.is_ascii_digit());
+    (digits(count) && digits(number)).then(|| format!("{stem}-of-{count}.gguf"))
 }
 
 /// The name of part `no` of a split file, after the name of any of its parts.
@@ -567,5 +577,5 @@ fn stored(tensor: &Tensor, shape: Vec<usize>, skip: u64, order: Order) -> Stored
         Type::Blocks(kind) => Ok(Form::Ggml { at, kind }),
         Type::Other(_) => Err(Unread::Type(tensor.kind.name())),
     };
-    Stored { shape, shard: tensor.shard, form, order }
+    Stored { shape, shard: tensor.shard, form, order, change: Change::None }
 }

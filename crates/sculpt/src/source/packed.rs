@@ -10,7 +10,7 @@ use safetensors::Dtype;
 use serde_json::Value;
 use smoe_format::{Encoding, Uniform};
 
-use super::{At, Codes, Files, Form, Order, Source, Span, Stored, Unread, affine, ggml, stacked};
+use super::{At, Change, Codes, Files, Form, Order, Source, Span, Stored, Unread, affine, ggml, stacked};
 use crate::error::SculptError;
 
 /// A tensor by its safetensors header.
@@ -76,6 +76,21 @@ fn bad(key: &str, found: Option<&Value>, expected: &str) -> SculptError {
 }
 
 impl Packing {
+    /// Gives tensors of a model of several parts, which MLX calls by the part, the names that they are published under.
+    pub fn publish(&mut self, raw: HashMap<String, Raw>) -> HashMap<String, Raw> {
+        let own = |name: String| match name.strip_prefix("language_model.") {
+            Some(rest) => match rest.strip_prefix("model.") {
+                Some(rest) => format!("model.language_model.{rest}"),
+                None => rest.to_owned(),
+            },
+            None => name,
+        };
+        if let Self::Mlx { other, .. } = self {
+            *other = std::mem::take(other).into_iter().map(|(name, mlx)| (own(name), mlx)).collect();
+        }
+        raw.into_iter().map(|(name, tensor)| (own(name), tensor)).collect()
+    }
+
     /// Reads the packing out of a config and takes it away: what is left describes the model.
     pub fn take(config: &mut Value) -> Result<Self, SculptError> {
         let Some(object) = config.as_object_mut() else { return Ok(Self::Floats) };
@@ -228,6 +243,9 @@ pub(crate) fn resolve(
         };
         tensors.insert(name.clone(), stored);
     }
+    if halves {
+        stacked::mlx_hybrid(&mut tensors);
+    }
     tensors
 }
 
@@ -237,7 +255,13 @@ pub(crate) fn float_stored(tensor: &Raw) -> Stored {
         Some(ty) => Ok(Form::Float { at: tensor.at(), ty }),
         None => Err(Unread::Type(format!("{:?}", tensor.dtype))),
     };
-    Stored { shape: tensor.shape.clone(), shard: tensor.shard, form, order: Order::Plain }
+    Stored {
+        shape: tensor.shape.clone(),
+        shard: tensor.shard,
+        form,
+        order: Order::Plain,
+        change: Change::None,
+    }
 }
 
 /// A part of a packed tensor, which must have this shape and one of these types.
@@ -272,7 +296,7 @@ fn stored(tensor: &Raw, parts: Result<([usize; 2], Form), Unread>) -> Stored {
         Ok((shape, form)) => (shape.to_vec(), Ok(form)),
         Err(unread) => (tensor.shape.clone(), Err(unread)),
     };
-    Stored { shape, shard: tensor.shard, form, order: Order::Plain }
+    Stored { shape, shard: tensor.shard, form, order: Order::Plain, change: Change::None }
 }
 
 fn float(raw: &Raw) -> Encoding {
@@ -532,7 +556,7 @@ impl Gptq {
                 if g < count {
                     return Ok(g);
                 }
-                let file = files.0[at.shard].path.clone();
+                let file = files.path(at).to_owned();
                 Err(SculptError::Safetensors { file, what: format!("a g_idx of {g} of {count} groups") })
             })
             .collect()

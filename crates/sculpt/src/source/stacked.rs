@@ -12,7 +12,7 @@ use safetensors::Dtype;
 use smoe_format::Encoding;
 
 use super::packed::{Raw, float_stored, part};
-use super::{At, Codes, Files, Form, Order, Packing, Part, Source, Stored, Unread, ggml};
+use super::{At, Change, Codes, Files, Form, Mlx, Order, Packing, Part, Source, Stored, Unread, ggml};
 use crate::error::SculptError;
 
 /// Puts the parts of `tensor` into `tensors` if it is a stack (or belongs to one); false if it is not. With `halves` an
@@ -44,7 +44,86 @@ pub(crate) fn split(
     if let Some((module, rest)) = name.split_once(".switch_mlp.") {
         return mlx(module, rest, tensor, raw, packing, tensors);
     }
+    if let Some((module, rest)) = name.split_once(".self_attn.") {
+        return mlx_latent(&format!("{module}.self_attn"), rest, tensor, raw, packing, tensors);
+    }
     false
+}
+
+/// MLX's `kv_b_proj` of latent attention: what makes keys, turned, and what makes values, both head by head.
+fn mlx_latent(
+    module: &str,
+    rest: &str,
+    tensor: &Raw,
+    raw: &HashMap<String, Raw>,
+    packing: &Packing,
+    tensors: &mut HashMap<String, Stored>,
+) -> bool {
+    match rest.split_once('.') {
+        Some(("embed_q", "weight")) => {}
+        // Taken with it.
+        Some(("unembed_out", "weight" | "scales" | "biases") | ("embed_q", "scales" | "biases")) => {
+            return true;
+        }
+        _ => return false,
+    }
+    let leaf = |name: &str, tensor: &Raw| -> Result<(Leaf, [usize; 3]), Unread> {
+        let &[heads, rows, cols] = tensor.shape.as_slice() else {
+            return Err(Unread::Packed(format!(
+                "`{name}` has the shape {:?}, and not three dimensions",
+                tensor.shape
+            )));
+        };
+        match packing {
+            Packing::Mlx { usual, other } if tensor.dtype == Dtype::U32 => {
+                let mlx = other.get(name).copied().unwrap_or(*usual);
+                let cols = mlx.cols(cols)?;
+                let (scales, minima) = mlx.parts(name, raw, &[heads, rows, cols / mlx.group])?;
+                let ty = scales.float().expect("checked to be a float");
+                let (codes, scales, minima) = (tensor.at(), scales.at(), minima.at());
+                Ok((Leaf::Mlx { codes, scales, minima, ty, mlx }, [heads, rows, cols]))
+            }
+            _ => match tensor.float() {
+                Some(ty) => Ok((Leaf::Float(tensor.at(), ty), [heads, rows, cols])),
+                None => Err(Unread::Type(format!("{:?}", tensor.dtype))),
+            },
+        }
+    };
+    let (k_name, v_name) = (format!("{module}.embed_q"), format!("{module}.unembed_out"));
+    let mut shape = Vec::new();
+    let form = (|| {
+        let v = raw.get(&format!("{v_name}.weight"));
+        let v = v.ok_or_else(|| Unread::Packed(format!("`{v_name}.weight` is missing")))?;
+        let ((k, [heads, cols, keys]), (v, [heads_v, values, cols_v])) =
+            (leaf(&k_name, tensor)?, leaf(&v_name, v)?);
+        if (heads, cols) != (heads_v, cols_v) {
+            return Err(Unread::Packed(format!(
+                "the shapes of `{k_name}` and `{v_name}` contradict each other"
+            )));
+        }
+        shape = vec![heads * (keys + values), cols];
+        Ok(Form::Heads(Heads { k, v, keys, values }))
+    })();
+    let (shard, change) = (tensor.shard, Change::None);
+    let stored = Stored { shape, shard, form, order: Order::Plain, change };
+    tensors.insert(format!("{module}.kv_b_proj.weight"), stored);
+    true
+}
+
+/// What MLX has done to a hybrid whose convolutions have their one input last: norms around one have it added.
+pub(crate) fn mlx_hybrid(tensors: &mut HashMap<String, Stored>) {
+    let conv = |name: &str| name.ends_with(".linear_attn.conv1d.weight");
+    let turned = |stored: &Stored| matches!(stored.shape[..], [_, width, 1] if width > 1);
+    if !tensors.iter().any(|(name, stored)| conv(name) && turned(stored)) {
+        return;
+    }
+    for (name, stored) in tensors {
+        if conv(name) && turned(stored) {
+            stored.shape.swap(1, 2);
+        } else if name.ends_with("norm.weight") && !name.ends_with(".linear_attn.norm.weight") {
+            stored.change = Change::OneAdded;
+        }
+    }
 }
 
 /// The stacks of GPT-OSS: `gate_up_proj` with gate in the even places and up in the odd ones, floats with
@@ -63,7 +142,10 @@ fn gpt_oss(
         &[("down_proj", 0, 1)]
     };
     let mut put = |name: String, shape: [usize; 2], form: Result<Form, Unread>, order: Order| {
-        tensors.insert(name, Stored { shape: shape.to_vec(), shard: tensor.shard, form, order });
+        tensors.insert(
+            name,
+            Stored { shape: shape.to_vec(), shard: tensor.shard, form, order, change: Change::None },
+        );
     };
     match (part_name, tensor.shape.as_slice()) {
         ("gate_up_proj" | "down_proj", &[n, cols, height]) => {
@@ -185,7 +267,10 @@ fn mlx(
                 });
                 let cols = parts.as_ref().map_or(words, |parts| parts.0);
                 let (shape, shard) = (vec![rows, cols], tensor.shard);
-                tensors.insert(name(expert), Stored { shape, shard, form, order: Order::Plain });
+                tensors.insert(
+                    name(expert),
+                    Stored { shape, shard, form, order: Order::Plain, change: Change::None },
+                );
             }
             true
         }
@@ -199,7 +284,7 @@ fn mlx(
     }
 }
 
-/// DeepSeek's `kv_b_proj` in newer GGUF files: `k` is `[heads, cols, keys]`, `v` is `[heads, values, cols]`. A
+/// DeepSeek's `kv_b_proj` in newer GGUF files and in MLX's: `k` is `[heads, cols, keys]`, `v` is `[heads, values, cols]`. A
 /// head's rows are its keys, which are columns of `k`, and then its values.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Heads {
@@ -209,18 +294,27 @@ pub(crate) struct Heads {
     pub values: usize,
 }
 
-/// A part of [`Heads`].
+/// A part of [`Heads`] or of [`Joined`].
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Leaf {
     Float(At, Encoding),
     Ggml(At, ggml::Kind),
+    Mlx { codes: At, scales: At, minima: At, ty: Encoding, mlx: Mlx },
 }
 
 impl Leaf {
+    fn places(self) -> Vec<At> {
+        match self {
+            Self::Float(at, _) | Self::Ggml(at, _) => vec![at],
+            Self::Mlx { codes, scales, minima, .. } => vec![codes, scales, minima],
+        }
+    }
+
     fn source(self, rows: usize, cols: usize) -> Source {
         let form = match self {
             Self::Float(at, ty) => Form::Float { at, ty },
             Self::Ggml(at, kind) => Form::Ggml { at, kind },
+            Self::Mlx { codes, scales, minima, ty, mlx } => Form::Mlx { codes, scales, minima, ty, mlx },
         };
         Source { encoding: form.encoding(), rows, cols, form, order: Order::Plain, part: Part::Whole }
     }
@@ -229,11 +323,7 @@ impl Leaf {
 impl Heads {
     /// Where its tensors are.
     pub fn places(&self) -> Vec<At> {
-        [self.k, self.v]
-            .map(|leaf| match leaf {
-                Leaf::Float(at, _) | Leaf::Ggml(at, _) => at,
-            })
-            .to_vec()
+        [self.k, self.v].into_iter().flat_map(Leaf::places).collect()
     }
 
     pub fn weights(
@@ -264,6 +354,56 @@ impl Heads {
                 v.read_rows(files, row..row + 1, raw, codes, &mut row_values)?;
                 out.copy_from_slice(&row_values);
             }
+        }
+        Ok(())
+    }
+}
+
+/// Qwen3-Next's `in_proj_qkvz` in GGUF files: all queries, then all keys, then all values in one tensor, and gates in
+/// another. A key head's rows are its query, its key, its values and their gates.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Joined {
+    pub qkv: Leaf,
+    pub gate: Leaf,
+    /// Key heads.
+    pub heads: usize,
+    /// Width of a key.
+    pub key: usize,
+    /// Width of all values of a key head.
+    pub values: usize,
+}
+
+impl Joined {
+    /// Where its tensors are.
+    pub fn places(&self) -> Vec<At> {
+        [self.qkv, self.gate].into_iter().flat_map(Leaf::places).collect()
+    }
+
+    pub fn weights(
+        &self,
+        source: &Source,
+        files: Files<'_>,
+        rows: Range<usize>,
+        raw: &mut Vec<u8>,
+        codes: &mut Codes,
+        out: &mut [f32],
+    ) -> Result<(), SculptError> {
+        let &Self { heads, key, values, .. } = self;
+        let cols = source.cols;
+        let qkv = self.qkv.source(heads * (2 * key + values), cols);
+        let gate = self.gate.source(heads * values, cols);
+        let mut found = Vec::new();
+        for (row, out) in rows.zip(out.chunks_exact_mut(cols)) {
+            let (head, i) = (row / (2 * (key + values)), row % (2 * (key + values)));
+            let (source, row) = if i < 2 * key {
+                (&qkv, i / key * heads * key + head * key + i % key)
+            } else if i < 2 * key + values {
+                (&qkv, 2 * heads * key + head * values + i - 2 * key)
+            } else {
+                (&gate, head * values + i - 2 * key - values)
+            };
+            source.read_rows(files, row..row + 1, raw, codes, &mut found)?;
+            out.copy_from_slice(&found);
         }
         Ok(())
     }

@@ -358,14 +358,15 @@ fn shape(model: &Model, turn: &Turn, tools: &[Tool]) -> Result<Option<(Shape, &'
         prefix: if harmony { "<|channel|>final<|message|>".to_owned() } else { String::new() },
         schema,
         suffix: String::new(),
+        tags: None,
     });
     let call = |tool: &Tool| {
-        let (prefix, suffix) = model.format().tools.call_frame(&tool.name)?;
-        Some(CallShape { prefix, schema: tool.parameters.clone(), suffix })
+        let (name, parameters) = (tool.name.clone(), tool.parameters.clone());
+        model.format().tools.call_shape(&ToolSpec { name, parameters })
     };
     let calls = |wanted: &dyn Fn(&Tool) -> bool, field| {
         let calls: Option<Vec<_>> = tools.iter().filter(|tool| wanted(tool)).map(call).collect();
-        let message = "this model writes calls in a way that cannot be enforced: use tool_choice `auto`, without \
+        let message = "how this model writes calls is not known, so they cannot be enforced: use tool_choice `auto`, without \
                        response_format";
         calls.ok_or_else(|| ApiError::field(field, message))
     };

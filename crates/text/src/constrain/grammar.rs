@@ -6,7 +6,7 @@ use llguidance::api::TopLevelGrammar;
 use serde_json::{Value as Json, json};
 
 use super::vocabulary::GrammarVocabulary;
-use super::{CallShape, GrammarLimits, Shape, schema};
+use super::{CallShape, GrammarLimits, Shape, schema, tagged};
 use crate::tokenizer::Tokenizer;
 
 /// What may stand between two tokens of JSON: a blank, or a new line and its indentation. A model that is unsure
@@ -46,7 +46,7 @@ pub(super) fn of(
     }
 }
 
-fn fits(what: &str, bytes: usize, limits: &GrammarLimits) -> Result<(), String> {
+pub(super) fn fits(what: &str, bytes: usize, limits: &GrammarLimits) -> Result<(), String> {
     if bytes > limits.bytes {
         return Err(format!("{what} {bytes} bytes; the limit is {}", limits.bytes));
     }
@@ -54,7 +54,7 @@ fn fits(what: &str, bytes: usize, limits: &GrammarLimits) -> Result<(), String> 
 }
 
 /// A schema with the options of its compilation. Those that a client may have put there are overwritten.
-fn compact(schema: Json) -> Json {
+pub(super) fn compact(schema: Json) -> Json {
     let mut schema = match schema {
         Json::Bool(true) => json!({}),
         Json::Bool(false) => json!({"enum": []}),
@@ -75,15 +75,22 @@ fn calls(tokenizer: &Tokenizer, calls: &[CallShape], limits: &GrammarLimits) -> 
     let mut rules = String::from("start: ");
     rules += &(0..calls.len()).map(|index| format!("call_{index}")).collect::<Vec<_>>().join(" | ");
     for (index, (call, schema)) in calls.iter().zip(schemas).enumerate() {
-        let (prefix, suffix) = (literal(tokenizer, &call.prefix), literal(tokenizer, &call.suffix));
-        // Writing to a string does not fail.
-        let _ = write!(rules, "\ncall_{index}: {prefix} %json {} {suffix}", compact(schema));
+        let Some(tags) = &call.tags else {
+            let (prefix, suffix) = (literal(tokenizer, &call.prefix), literal(tokenizer, &call.suffix));
+            // Writing to a string does not fail.
+            let _ = write!(rules, "\ncall_{index}: {prefix} %json {} {suffix}", compact(schema));
+            continue;
+        };
+        let name = format!("call_{index}");
+        let (parameters, sequence) = tagged::parameters(tokenizer, tags, &schema, &name, limits)?;
+        let (prefix, suffix) = (tags.fixed(tokenizer, &call.prefix), tags.fixed(tokenizer, &call.suffix));
+        let _ = write!(rules, "\n{name}: {prefix} {sequence} {suffix}{parameters}");
     }
     Ok(rules)
 }
 
 /// A text as a sequence of the grammar: strings, and special tokens by their ids.
-fn literal(tokenizer: &Tokenizer, text: &str) -> String {
+pub(super) fn literal(tokenizer: &Tokenizer, text: &str) -> String {
     let (mut sequence, mut rest) = (String::new(), text);
     let ids = tokenizer.encode(text).unwrap_or_default();
     for id in ids.into_iter().filter(|&id| tokenizer.is_special(id)) {
@@ -95,7 +102,7 @@ fn literal(tokenizer: &Tokenizer, text: &str) -> String {
     sequence + &string(rest)
 }
 
-fn string(text: &str) -> String {
+pub(super) fn string(text: &str) -> String {
     if text.is_empty() {
         return String::new();
     }

@@ -89,6 +89,11 @@ impl Envelope {
         Envelope::new(Frame::Marked, Spot::Before)
     }
 
+    /// After the marker of a call and the opening brace.
+    pub(super) fn opened() -> Self {
+        Envelope::new(Frame::Marked, Spot::First)
+    }
+
     /// In a list of calls, after the opening brace.
     pub(super) fn listed() -> Self {
         Envelope::new(Frame::Listed, Spot::First)

@@ -2,11 +2,12 @@
 
 use serde_json::Value as Json;
 
-use super::State;
 use super::envelope::Envelope;
 use super::harmony;
 use super::header::Header;
-use super::tagged::Tagged;
+use super::tagged::{self, Tagged};
+use super::{State, ToolSpec};
+use crate::constrain::{CallShape, ParameterTags};
 use crate::tokenizer::Tokenizer;
 
 /// How a model writes reasoning and calls.
@@ -16,6 +17,8 @@ pub struct ReplyFormat {
     pub tools: ToolFormat,
     /// The markers around its reasoning, if it has such; Harmony's channels need none.
     pub reasoning: Option<(String, String)>,
+    /// The markers around its answer, in families that set it apart from the reasoning so.
+    pub answer: Option<(String, String)>,
 }
 
 /// How a model writes a call of a tool.
@@ -48,6 +51,14 @@ pub enum ToolFormat {
     MistralList,
     /// Llama 3: `{"name": "..", "parameters": {..}}` is the whole answer, perhaps after `<|python_tag|>`.
     Llama3Json,
+    /// Granite up to 3: `<|tool_call|>[{"name": "..", "arguments": {..}}, ..]`.
+    Granite,
+    /// MiniMax M2: `<invoke name="NAME">\n<parameter name="KEY">VALUE</parameter>\n</invoke>`, one or more between
+    /// `<minimax:tool_call>\n` and `\n</minimax:tool_call>`.
+    MiniMax,
+    /// DeepSeek V3.2: the same with `｜DSML｜` in every tag, `function_calls` around, and `string="true"` or `"false"`
+    /// in each parameter.
+    Dsml,
 }
 
 /// Markers and what they are.
@@ -58,12 +69,15 @@ pub(super) type Marks = &'static [(&'static str, Mark)];
 pub(super) enum Mark {
     ReasoningOpen,
     ReasoningClose,
+    AnswerOpen,
+    AnswerClose,
     /// Begins a call.
     Open,
     /// Begins what may be a call in code.
     Code,
-    /// Qwen: begins a call's name, perhaps without the marker before it.
+    /// Begins a call's name within the marker of a call, perhaps without it.
     Function,
+    NameEnd,
     /// Has no content of its own and is dropped wherever it stands.
     Stray,
     CallEnd,
@@ -73,6 +87,10 @@ pub(super) enum Mark {
     /// A parameter begins.
     Key,
     KeyEnd,
+    /// The same, and says that the value is a string.
+    StringKeyEnd,
+    /// The same, and says that the value is JSON.
+    JsonKeyEnd,
     Value,
     ValueEnd,
     /// Harmony's.
@@ -107,6 +125,10 @@ const KIMI: Marks = &[
     ("<|tool_calls_section_end|>", Mark::Stray),
 ];
 
+const MINIMAX: Marks = &[("<minimax:tool_call>", Mark::Open)];
+
+const DSML: Marks = &[("<｜DSML｜function_calls>", Mark::Open)];
+
 impl ReplyFormat {
     /// The format that a chat template writes, and so its model.
     pub fn detect(template_source: &str) -> Self {
@@ -115,6 +137,10 @@ impl ReplyFormat {
             ToolFormat::Harmony
         } else if has("<|tool_call_begin|>") {
             ToolFormat::Kimi
+        } else if has("<minimax:tool_call>") {
+            ToolFormat::MiniMax
+        } else if has("｜DSML｜") && has("function_calls") {
+            ToolFormat::Dsml
         } else if has("<｜tool▁call▁begin｜>") {
             if has("```json") { ToolFormat::DeepSeekV3 } else { ToolFormat::DeepSeekV31 }
         } else if has("[TOOL_CALLS]") {
@@ -123,6 +149,8 @@ impl ReplyFormat {
             ToolFormat::Glm
         } else if has("<function=") && has("<parameter=") {
             ToolFormat::Qwen3Coder
+        } else if has("<|tool_call|>") {
+            ToolFormat::Granite
         } else if has("<tool_call>") && has("arguments") {
             ToolFormat::HermesJson
         } else if has("{\"name\": ") && has("\"parameters\": ") {
@@ -132,8 +160,15 @@ impl ReplyFormat {
         };
         let pairs = [("[THINK]", "[/THINK]"), ("<think>", "</think>"), ("<|channel>thought", "<channel|>")];
         let pair = pairs.into_iter().find(|(open, close)| has(open) && has(close));
-        let reasoning = pair.map(|(open, close)| (open.to_owned(), close.to_owned()));
-        ReplyFormat { tools, reasoning: reasoning.filter(|_| tools != ToolFormat::Harmony) }
+        let pair = pair.filter(|_| tools != ToolFormat::Harmony);
+        // MiniMax's are around a tool's result.
+        let answer = pair.filter(|_| tools != ToolFormat::MiniMax).and(Some(("<response>", "</response>")));
+        let owned = |(open, close): (&str, &str)| (open.to_owned(), close.to_owned());
+        ReplyFormat {
+            tools,
+            reasoning: pair.map(owned),
+            answer: answer.filter(|(open, close)| has(open) && has(close)).map(owned),
+        }
     }
 
     /// Whether the markers of reasoning are special tokens: no part of the text of a detokeniser that skips those.
@@ -157,7 +192,11 @@ impl ToolFormat {
     pub fn call_frame(&self, name: &str) -> Option<(String, String)> {
         let quoted = Json::from(name);
         let (prefix, suffix) = match self {
-            ToolFormat::None | ToolFormat::Qwen3Coder | ToolFormat::Glm => return None,
+            ToolFormat::None
+            | ToolFormat::Qwen3Coder
+            | ToolFormat::Glm
+            | ToolFormat::MiniMax
+            | ToolFormat::Dsml => return None,
             ToolFormat::HermesJson => {
                 (format!("<tool_call>\n{{\"name\": {quoted}, \"arguments\": "), "}\n</tool_call>")
             }
@@ -182,8 +221,59 @@ impl ToolFormat {
             ToolFormat::Mistral => (format!("[TOOL_CALLS]{name}[ARGS]"), ""),
             ToolFormat::MistralList => (format!("[TOOL_CALLS] [{{\"name\": {quoted}, \"arguments\": "), "}]"),
             ToolFormat::Llama3Json => (format!("{{\"name\": {quoted}, \"parameters\": "), "}"),
+            ToolFormat::Granite => (format!("<|tool_call|>[{{\"name\": {quoted}, \"arguments\": "), "}]"),
         };
         Some((prefix, suffix.to_owned()))
+    }
+
+    /// The form of a reply that is one call of this tool; `None` if it calls none, or in no way known here.
+    ///
+    /// Harmony's is a reply's beginning, as with [`ToolFormat::call_frame`].
+    pub fn call_shape(&self, tool: &ToolSpec) -> Option<CallShape> {
+        let (name, schema) = (&tool.name, tool.parameters.clone());
+        if let Some((prefix, suffix)) = self.call_frame(name) {
+            return Some(CallShape { prefix, schema, suffix, tags: None });
+        }
+        let never = self.style()?.value.iter().map(|(mark, _)| *mark).collect();
+        let tags = |before_key, after_key, after_value| ParameterTags {
+            before_key,
+            after_key,
+            after_json_key: after_key,
+            after_value,
+            never,
+            lines_optional: false,
+        };
+        let (prefix, tags, suffix) = match self {
+            ToolFormat::Qwen3Coder => (
+                format!("<tool_call>\n<function={name}>"),
+                tags("\n<parameter=", ">\n", "\n</parameter>"),
+                "\n</function>\n</tool_call>",
+            ),
+            // From 4.7 on without the new lines.
+            ToolFormat::Glm => (
+                format!("<tool_call>{name}"),
+                ParameterTags {
+                    lines_optional: true,
+                    ..tags("\n<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>")
+                },
+                "\n</tool_call>",
+            ),
+            ToolFormat::MiniMax => (
+                format!("<minimax:tool_call>\n<invoke name=\"{name}\">"),
+                tags("\n<parameter name=\"", "\">", "</parameter>"),
+                "\n</invoke>\n</minimax:tool_call>",
+            ),
+            ToolFormat::Dsml => (
+                format!("<｜DSML｜function_calls>\n<｜DSML｜invoke name=\"{name}\">"),
+                ParameterTags {
+                    after_json_key: "\" string=\"false\">",
+                    ..tags("\n<｜DSML｜parameter name=\"", "\" string=\"true\">", "</｜DSML｜parameter>")
+                },
+                "\n</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+            ),
+            _ => return None,
+        };
+        Some(CallShape { prefix, schema, suffix: suffix.to_owned(), tags: Some(tags) })
     }
 
     pub(super) fn markup(self) -> Markup {
@@ -205,16 +295,53 @@ impl ToolFormat {
             ToolFormat::Harmony => markup(harmony::CONTENT, &[]),
             ToolFormat::Mistral | ToolFormat::MistralList => markup(&[("[TOOL_CALLS]", Mark::Open)], &[]),
             ToolFormat::Llama3Json => markup(&[("<|python_tag|>", Mark::Code)], &[(";", Mark::Stray)]),
+            // Some write the tag of later versions before the list of earlier ones.
+            ToolFormat::Granite => markup(
+                &[("<|tool_call|>", Mark::Open), ("<tool_call>", Mark::Open)],
+                &[("</tool_call>", Mark::Stray)],
+            ),
+            ToolFormat::MiniMax => Markup {
+                outer: MINIMAX,
+                closing: &[("<invoke name=\"", Mark::Function), ("</minimax:tool_call>", Mark::Stray)],
+                ends_reasoning: MINIMAX,
+            },
+            ToolFormat::Dsml => Markup {
+                outer: DSML,
+                closing: &[
+                    ("<｜DSML｜invoke name=\"", Mark::Function),
+                    ("</｜DSML｜function_calls>", Mark::Stray),
+                ],
+                ends_reasoning: DSML,
+            },
+        }
+    }
+
+    /// The marks of a format that names parameters in markup.
+    fn style(self) -> Option<&'static tagged::Style> {
+        match self {
+            ToolFormat::Qwen3Coder => Some(&tagged::QWEN),
+            ToolFormat::Glm => Some(&tagged::GLM),
+            ToolFormat::MiniMax => Some(&tagged::MINIMAX),
+            ToolFormat::Dsml => Some(&tagged::DSML),
+            _ => None,
         }
     }
 
     /// The state in which a call begins after this marker; `None` if it begins none.
     pub(super) fn call(self, mark: Mark) -> Option<State> {
+        if let Some(style) = self.style() {
+            return match mark {
+                Mark::Open => Some(State::Tagged(Tagged::marked(style))),
+                // Qwen forgets the marker before it; the others' stands directly after another call.
+                Mark::Function if self == ToolFormat::Qwen3Coder => {
+                    Some(State::Tagged(Tagged::perhaps(style)))
+                }
+                Mark::Function => Some(State::Tagged(Tagged::named(style))),
+                _ => None,
+            };
+        }
         match (self, mark) {
             (ToolFormat::HermesJson, Mark::Open) => Some(State::Envelope(Envelope::marked())),
-            (ToolFormat::Qwen3Coder, Mark::Open) => Some(State::Tagged(Tagged::qwen())),
-            (ToolFormat::Qwen3Coder, Mark::Function) => Some(State::Tagged(Tagged::qwen_function())),
-            (ToolFormat::Glm, Mark::Open) => Some(State::Tagged(Tagged::glm())),
             (ToolFormat::DeepSeekV3 | ToolFormat::DeepSeekV31, Mark::Open) => {
                 Some(State::Header(Header::deepseek()))
             }
@@ -222,6 +349,7 @@ impl ToolFormat {
             (ToolFormat::Mistral | ToolFormat::MistralList, Mark::Open) => {
                 Some(State::Header(Header::mistral()))
             }
+            (ToolFormat::Granite, Mark::Open) => Some(State::Header(Header::granite())),
             (ToolFormat::Llama3Json, Mark::Code) => Some(State::Envelope(Envelope::perhaps())),
             _ => None,
         }

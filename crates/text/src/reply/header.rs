@@ -1,7 +1,8 @@
 //! The head of a call whose name stands bare between markers: DeepSeek, Kimi, Mistral, and what of Harmony's
-//! is left when its message begins.
+//! is left when its message begins; and of Granite's, which is a list.
 
 use super::arguments::Scanner;
+use super::envelope::Envelope;
 use super::format::{Mark, Marks};
 use super::output::Output;
 use super::{State, Step, Token};
@@ -47,6 +48,8 @@ enum Part {
     Name,
     /// Mistral: the call's id.
     CallId,
+    /// Granite: before a list of calls, or one.
+    List,
     /// Before the opening brace; perhaps a fence.
     Opening,
 }
@@ -68,6 +71,10 @@ impl Header {
         Header::new(Part::Name)
     }
 
+    pub(super) fn granite() -> Self {
+        Header::new(Part::List)
+    }
+
     /// A head of which only the opening brace is missing.
     pub(super) fn opening(name: String) -> Self {
         Header { name, ..Header::new(Part::Opening) }
@@ -80,7 +87,7 @@ impl Header {
             Part::Numbered => ARGUMENTS,
             Part::Name => NAME,
             Part::CallId => CALL_ID,
-            Part::Line | Part::Opening => &[],
+            Part::Line | Part::List | Part::Opening => &[],
         }
     }
 
@@ -100,6 +107,9 @@ impl Header {
                 named
             }
             (Part::Name, Token::Char('[')) if self.text.trim().is_empty() => return Step::Into(State::List),
+            (Part::List, Token::Char('[')) => return Step::Into(State::List),
+            (Part::List, Token::Char('{')) => return Step::Into(State::Envelope(Envelope::opened())),
+            (Part::List, Token::Char(c)) => c.is_whitespace(),
             (Part::Name, Token::Char('{')) => {
                 return if self.named() { self.begin(out) } else { Step::Refuse };
             }

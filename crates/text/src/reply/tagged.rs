@@ -1,7 +1,8 @@
-//! Calls that name each parameter in markup and give its value as text: Qwen3-Coder, GLM.
+//! Calls that name each parameter in markup and give its value as text: Qwen3-Coder, GLM, MiniMax, DeepSeek V3.2.
 //!
-//! The values become JSON by the tool's schema, one parameter at a time. A call that breaks off leaves its
-//! object open, as one in JSON does, so that half a call is never taken for a whole one.
+//! The values become JSON by the tool's schema, one parameter at a time, unless the markup itself says what they are.
+//! A call that breaks off leaves its object open, as one in JSON does, so that half a call is never taken for a whole
+//! one.
 
 use serde_json::Value as Json;
 
@@ -13,31 +14,121 @@ use super::{Step, Token, ToolSpec};
 /// Schemas within schemas that are looked into for a parameter's types.
 const SCHEMA_DEPTH: usize = 8;
 
-const FUNCTION: Marks = &[("<function=", Mark::Function)];
-const PARAMETERS: Marks = &[
-    ("<parameter=", Mark::Key),
-    ("</function>", Mark::CallEnd),
-    ("</tool_call>", Mark::CallEnd),
-    ("<tool_call>", Mark::Open),
-];
-// A forgotten end of a value is made good by a line that begins the next, or ends the call.
-const QWEN_VALUE: Marks =
-    &[("</parameter>", Mark::ValueEnd), ("\n<parameter=", Mark::Key), ("\n</function>", Mark::CallEnd)];
+/// How a format marks a call's parts.
+#[derive(Debug)]
+pub(super) struct Style {
+    /// Before the name; empty where the name follows the call's marker.
+    function: Marks,
+    /// Within and after the name.
+    name: Marks,
+    /// Between parameters.
+    parameters: Marks,
+    key: Marks,
+    /// Between a key and its value; empty where nothing stands there.
+    assign: Marks,
+    /// What ends a value, and what makes good a forgotten end: no value may have it.
+    pub(super) value: Marks,
+    /// The name ends with its line, or at markup.
+    named_by_line: bool,
+    /// A value stands on lines of its own.
+    own_lines: bool,
+}
+
+/// `<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>`
+pub(super) static QWEN: Style = Style {
+    function: &[("<function=", Mark::Function)],
+    name: &[(">", Mark::NameEnd)],
+    parameters: &[
+        ("<parameter=", Mark::Key),
+        ("</function>", Mark::CallEnd),
+        ("</tool_call>", Mark::CallEnd),
+        ("<tool_call>", Mark::Open),
+    ],
+    key: &[(">", Mark::KeyEnd)],
+    assign: &[],
+    // A forgotten end of a value is made good by a line that begins the next, or ends the call.
+    value: &[
+        ("</parameter>", Mark::ValueEnd),
+        ("\n<parameter=", Mark::Key),
+        ("\n</function>", Mark::CallEnd),
+    ],
+    named_by_line: false,
+    own_lines: true,
+};
+
+/// `NAME\n<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>`
+pub(super) static GLM: Style = Style {
+    function: &[],
+    name: GLM_PARAMETERS,
+    parameters: GLM_PARAMETERS,
+    key: &[("</arg_key>", Mark::KeyEnd)],
+    assign: &[("<arg_value>", Mark::Value)],
+    value: &[("</arg_value>", Mark::ValueEnd)],
+    named_by_line: true,
+    own_lines: false,
+};
 const GLM_PARAMETERS: Marks =
     &[("<arg_key>", Mark::Key), ("</tool_call>", Mark::CallEnd), ("<tool_call>", Mark::Open)];
-const GLM_KEY: Marks = &[("</arg_key>", Mark::KeyEnd)];
-const GLM_ASSIGN: Marks = &[("<arg_value>", Mark::Value)];
-const GLM_VALUE: Marks = &[("</arg_value>", Mark::ValueEnd)];
+
+/// `<invoke name="NAME">\n<parameter name="KEY">VALUE</parameter>\n</invoke>`
+pub(super) static MINIMAX: Style = Style {
+    function: &[("<invoke name=\"", Mark::Function)],
+    name: &[("\">", Mark::NameEnd)],
+    parameters: &[
+        ("<parameter name=\"", Mark::Key),
+        ("</invoke>", Mark::CallEnd),
+        ("</minimax:tool_call>", Mark::CallEnd),
+        ("<minimax:tool_call>", Mark::Open),
+    ],
+    key: &[("\">", Mark::KeyEnd)],
+    assign: &[],
+    value: &[
+        ("</parameter>", Mark::ValueEnd),
+        ("\n<parameter name=\"", Mark::Key),
+        ("\n</invoke>", Mark::CallEnd),
+        ("</minimax:tool_call>", Mark::CallEnd),
+    ],
+    named_by_line: false,
+    own_lines: false,
+};
+
+/// The same with a token of its own in each tag, and with parameters that say whether they are strings.
+pub(super) static DSML: Style = Style {
+    function: &[("<｜DSML｜invoke name=\"", Mark::Function)],
+    name: &[("\">", Mark::NameEnd)],
+    parameters: &[
+        ("<｜DSML｜parameter name=\"", Mark::Key),
+        ("</｜DSML｜invoke>", Mark::CallEnd),
+        ("</｜DSML｜function_calls>", Mark::CallEnd),
+        ("<｜DSML｜function_calls>", Mark::Open),
+    ],
+    key: &[
+        ("\" string=\"true\">", Mark::StringKeyEnd),
+        ("\" string=\"false\">", Mark::JsonKeyEnd),
+        ("\">", Mark::KeyEnd),
+    ],
+    assign: &[],
+    value: &[
+        ("</｜DSML｜parameter>", Mark::ValueEnd),
+        ("<｜DSML｜parameter name=\"", Mark::Key),
+        ("</｜DSML｜invoke>", Mark::CallEnd),
+        ("</｜DSML｜function_calls>", Mark::CallEnd),
+    ],
+    named_by_line: false,
+    own_lines: false,
+};
 
 /// A call, as far as it is read.
 #[derive(Clone, Debug)]
 pub(super) struct Tagged {
-    style: Style,
+    style: &'static Style,
     part: Part,
     /// The text of the present part.
     text: String,
     name: String,
     key: String,
+    /// What the markup says of the present value.
+    kind: Kind,
     /// Parameters passed on.
     written: usize,
     /// Nothing but a tool on offer makes it a call: the marker before it is missing.
@@ -45,57 +136,57 @@ pub(super) struct Tagged {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Style {
-    /// `<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>`
-    Qwen,
-    /// `NAME\n<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>`
-    Glm,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Part {
-    /// Qwen: before the function.
+    /// Before the function.
     Function,
     Name,
     /// Before a parameter or the end.
     Parameters,
     Key,
-    /// GLM: between a key and its value.
+    /// Between a key and its value.
     Assign,
     Value,
 }
 
+/// What a value is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    /// What the schema says.
+    BySchema,
+    String,
+    Json,
+}
+
 impl Tagged {
-    fn new(style: Style, part: Part) -> Self {
+    fn new(style: &'static Style, part: Part) -> Self {
         let (text, name, key) = (String::new(), String::new(), String::new());
-        Tagged { style, part, text, name, key, written: 0, only_offered: false }
+        Tagged { style, part, text, name, key, kind: Kind::BySchema, written: 0, only_offered: false }
     }
 
-    pub(super) fn qwen() -> Self {
-        Tagged::new(Style::Qwen, Part::Function)
+    /// After the marker of a call.
+    pub(super) fn marked(style: &'static Style) -> Self {
+        Tagged::new(style, if style.function.is_empty() { Part::Name } else { Part::Function })
     }
 
-    /// A call of Qwen's that began with `<function=`.
-    pub(super) fn qwen_function() -> Self {
-        Tagged { only_offered: true, ..Tagged::new(Style::Qwen, Part::Name) }
+    /// After what stands before the name.
+    pub(super) fn named(style: &'static Style) -> Self {
+        Tagged::new(style, Part::Name)
     }
 
-    pub(super) fn glm() -> Self {
-        Tagged::new(Style::Glm, Part::Name)
+    /// The same without the call's marker: it is a call only if the tool is on offer.
+    pub(super) fn perhaps(style: &'static Style) -> Self {
+        Tagged { only_offered: true, ..Tagged::named(style) }
     }
 
     /// The markers that count in the present part.
     pub(super) fn marks(&self) -> Marks {
-        match (self.style, self.part) {
-            (Style::Qwen, Part::Function) => FUNCTION,
-            (Style::Qwen, Part::Parameters) => PARAMETERS,
-            (Style::Qwen, Part::Value) => QWEN_VALUE,
-            (Style::Qwen, _) => &[],
-            (Style::Glm, Part::Name | Part::Parameters) => GLM_PARAMETERS,
-            (Style::Glm, Part::Key) => GLM_KEY,
-            (Style::Glm, Part::Assign) => GLM_ASSIGN,
-            (Style::Glm, Part::Value) => GLM_VALUE,
-            (Style::Glm, Part::Function) => &[],
+        match self.part {
+            Part::Function => self.style.function,
+            Part::Name => self.style.name,
+            Part::Parameters => self.style.parameters,
+            Part::Key => self.style.key,
+            Part::Assign => self.style.assign,
+            Part::Value => self.style.value,
         }
     }
 
@@ -106,7 +197,7 @@ impl Tagged {
                 true
             }
             (Part::Value, Token::Mark(Mark::ValueEnd)) => {
-                if self.style == Style::Qwen && self.text.ends_with('\n') {
+                if self.style.own_lines && self.text.ends_with('\n') {
                     self.text.pop();
                 }
                 self.write(out, tools);
@@ -120,7 +211,7 @@ impl Tagged {
                 self.go_on(Part::Name);
                 true
             }
-            (Part::Name, Token::Char('>')) if self.style == Style::Qwen => self.begin(out, tools),
+            (Part::Name, Token::Mark(Mark::NameEnd)) => self.begin(out, tools),
             (Part::Name, Token::Mark(Mark::Key | Mark::CallEnd)) => {
                 return if self.begin(out, tools) { Step::Again } else { Step::Refuse };
             }
@@ -134,8 +225,9 @@ impl Tagged {
                 out.end();
                 return Step::Done;
             }
-            (Part::Key, Token::Char('>')) if self.style == Style::Qwen => self.keyed(Part::Value),
-            (Part::Key, Token::Mark(Mark::KeyEnd)) => self.keyed(Part::Assign),
+            (Part::Key, Token::Mark(Mark::KeyEnd)) => self.keyed(Kind::BySchema),
+            (Part::Key, Token::Mark(Mark::StringKeyEnd)) => self.keyed(Kind::String),
+            (Part::Key, Token::Mark(Mark::JsonKeyEnd)) => self.keyed(Kind::Json),
             (Part::Key, Token::Char(c)) => {
                 self.text.push(c);
                 self.text.len() <= NAME_LIMIT
@@ -173,11 +265,11 @@ impl Tagged {
     fn take_name(&mut self, c: char) -> bool {
         let ended = !self.text.is_empty() && self.text.ends_with(char::is_whitespace);
         if c.is_whitespace() {
-            // GLM ends the name with a line; one character of white space stands for all.
-            if self.style == Style::Glm && !self.text.is_empty() && !ended {
+            // One character of white space stands for all.
+            if self.style.named_by_line && !self.text.is_empty() && !ended {
                 self.text.push(c);
             }
-            return self.style == Style::Glm;
+            return self.style.named_by_line;
         }
         self.text.push(c);
         !ended && is_name(&self.text)
@@ -194,18 +286,17 @@ impl Tagged {
         true
     }
 
-    fn keyed(&mut self, part: Part) -> bool {
+    fn keyed(&mut self, kind: Kind) -> bool {
         self.key = self.text.trim().to_owned();
-        self.go_on(part);
+        self.kind = kind;
+        self.go_on(if self.style.assign.is_empty() { Part::Value } else { Part::Assign });
         !self.key.is_empty()
     }
 
-    /// The value's text: Qwen sets it on lines of its own.
+    /// The value's text.
     fn value(&self) -> &str {
-        match self.style {
-            Style::Qwen => self.text.strip_prefix('\n').unwrap_or(&self.text),
-            Style::Glm => &self.text,
-        }
+        let line = self.text.strip_prefix('\n').filter(|_| self.style.own_lines);
+        line.unwrap_or(&self.text)
     }
 
     fn write_key(&mut self, out: &mut Output) {
@@ -219,7 +310,13 @@ impl Tagged {
         self.write_key(out);
         let tool = tools.iter().find(|tool| tool.name == self.name);
         let schema = tool.and_then(|tool| tool.parameters.get("properties")?.get(&self.key));
-        out.arguments(&to_json(self.value(), schema));
+        let value = self.value();
+        let is_json = || serde_json::from_str::<Json>(value.trim()).is_ok();
+        out.arguments(&match self.kind {
+            Kind::String => Json::from(value).to_string(),
+            Kind::Json if is_json() => value.trim().to_owned(),
+            Kind::Json | Kind::BySchema => to_json(value, schema),
+        });
         self.go_on(Part::Parameters);
     }
 }

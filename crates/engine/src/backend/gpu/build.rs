@@ -5,10 +5,10 @@ use std::sync::Arc;
 use smoe_format::expert_file::{LayerTable, TensorEntry};
 use smoe_format::{Encoding, FfnKind, ModelSpec, Uniform};
 use smoe_gpu::{
-    Angles, Attention, AttentionHeads, AttentionOutputs, AttentionScratch, CodedMatmul, Columns, Delta, Down,
-    Embed, ExactMatmul, ExpertInput, ExpertLayout, FloatMatmul, GateUp, Gpu, GpuError, Halt, Hidden,
-    KvFormat, KvLayout, MixNorm, NormOutputs, Projections as Projected, QkNorm, RopeAppend, RopePairs, Route,
-    RouteInputs, RouteOutputs, Rows, Shared, Slice, Weights as DeviceWeights, WorkList,
+    Angles, Argmax, Attention, AttentionHeads, AttentionOutputs, AttentionScratch, CodedMatmul, Columns,
+    Delta, Down, Embed, ExactMatmul, ExpertInput, ExpertLayout, FloatMatmul, GateUp, Gpu, GpuError, Halt,
+    Hidden, KvFormat, KvLayout, MixNorm, NormOutputs, Projections as Projected, QkNorm, RopeAppend,
+    RopePairs, Route, RouteInputs, RouteOutputs, Rows, Shared, Slice, Weights as DeviceWeights, WorkList,
 };
 use smoe_kernels::{KvType, Matrix, Pool};
 use smoe_meter::TierMeter;
@@ -127,7 +127,10 @@ impl GpuBackend {
         let n_moe = moe_index;
         let Builder { planes, kv, .. } = builder;
         let router = n_moe * plan.chunk * spec.moe.n_experts;
-        let readback = gpu.readback(HALT_BYTES + floats(router + HEAD_ROWS * spec.vocab_size))?;
+        let read = HALT_BYTES + floats(router + HEAD_ROWS * spec.vocab_size);
+        let readbacks = [gpu.readback(read)?, gpu.readback(read)?];
+        // Nothing waits for what was written: a device without room for it says so here, or at the first step.
+        gpu.check()?;
         let few = layers.iter().filter_map(|layer: &Layer| layer.ops.moe()).map(|moe| moe.route.few()).min();
         Ok(Self {
             recorder: Recorder::new(gpu.clone(), meter.clone()),
@@ -151,7 +154,7 @@ impl GpuBackend {
             pool: Pool::new(plan.threads.min(COPY_THREADS), false),
             lists,
             listed: 0,
-            readback,
+            readbacks,
             router: vec![0.0; router],
             logits: vec![0.0; HEAD_ROWS * spec.vocab_size],
             headed: Vec::with_capacity(HEAD_ROWS),
@@ -575,6 +578,7 @@ impl<'a> Builder<'a> {
         Ok(Ends {
             embed: Embed::new(self.gpu, t, &part.bytes, encoding, rows, cols, &ids, &hidden)?
                 .scaled(self.spec.multipliers.embedding as f32),
+            likeliest: Argmax::new(self.gpu, 1, vocab, &logits, &ids)?,
             ids,
             hidden,
             everyone: self.everyone.clone(),

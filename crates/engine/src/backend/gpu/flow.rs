@@ -7,7 +7,9 @@
 //! halt, brings what is missing and goes on from that layer's experts.
 //!
 //! While the device works, the host records what comes next: the layers behind, or, where every expert is there, the
-//! whole of the next step, which is like this one but for a position more.
+//! whole of the next step, which is like this one but for a position more. If the token of that step is likely to be the one
+//! with the largest logit, as in greedy decoding, the device finds it by itself, and has the next step before it is
+//! done with this one ([`Begun`]).
 
 use std::time::Instant;
 
@@ -16,12 +18,12 @@ use smoe_gpu::{Recorded, Submitted};
 use super::ops::LayerOps;
 use super::{GpuBackend, Pending};
 use crate::EngineError;
-use crate::backend::{Advanced, Row};
+use crate::backend::{Advanced, Follows, Row};
 use crate::forecast::{DeviceRates, at_once};
-use crate::kv::KvCache;
+use crate::kv::{BLOCK, KvCache};
 use crate::routes::Routes;
 
-/// Bytes before the router logits of what the host reads: the halt.
+/// Bytes before the router logits of what the host reads: the halt, and the token that the device chose.
 pub(super) const HALT_BYTES: u64 = 16;
 /// Layers that are recorded before the device gets them, if it cannot halt: it works on these while the host records
 /// the next ones (EXP-GPU-02).
@@ -31,6 +33,8 @@ const LAYERS_AT_ONCE: usize = 6;
 thread_local! {
     /// Steps of this thread that had been recorded ahead.
     pub(super) static FORESEEN: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
+    /// Steps of this thread that the device had begun before they were asked for, and those that it began.
+    pub(super) static BEGUN: std::cell::Cell<[usize; 2]> = const { std::cell::Cell::new([0; 2]) };
 }
 
 /// What the host knows of layers on their way.
@@ -47,7 +51,26 @@ pub(super) struct Flow {
     ahead: Option<Ahead>,
     /// The step that is likely to come, where nothing halts.
     foreseen: Option<Foreseen>,
+    /// What stands before and after the step.
+    pub(super) follows: Follows,
+    /// The step that is likely to come, which the device has.
+    pub(super) begun: Option<Begun>,
+    /// The token of a step that may be that one: it has not begun otherwise.
+    pub(super) put_off: Option<u32>,
+    /// Which of the readbacks the last recorded step copies to.
+    turn: usize,
     pace: Pace,
+}
+
+/// A step of one token that the device works on, or will, before anyone has asked for it.
+pub(super) struct Begun {
+    /// Which token that is, once the device has told: the one with the largest logit.
+    token: Option<u32>,
+    row: Row,
+    /// Positions that it sees.
+    visible: usize,
+    submitted: Submitted,
+    reading: Reading,
 }
 
 /// A step that is recorded, of all layers and the head of each of its tokens.
@@ -70,12 +93,16 @@ struct Ahead {
 
 /// What a step copies for the host: the halt, router logits, logits.
 #[derive(Clone, Copy)]
-struct Reading {
+pub(super) struct Reading {
     /// The MoE layers.
     first: usize,
     end: usize,
     /// Rows of the head.
     rows: usize,
+    /// The readback.
+    turn: usize,
+    /// The token that follows is among it.
+    chosen: bool,
 }
 
 /// How many layers are handed over at once where they may halt.
@@ -107,7 +134,19 @@ impl Flow {
     pub(super) const fn new(few: usize, at: usize) -> Self {
         // Nothing is there at first.
         let pace = Pace { halting: 1.0, wait: Pace::WAIT };
-        Self { few, at, set: false, halted: None, ahead: None, foreseen: None, pace }
+        Self {
+            few,
+            at,
+            set: false,
+            halted: None,
+            ahead: None,
+            foreseen: None,
+            follows: Follows { continues: false, likely: false },
+            begun: None,
+            put_off: None,
+            turn: 0,
+            pace,
+        }
     }
 }
 
@@ -138,6 +177,9 @@ impl GpuBackend {
         kv: &mut KvCache,
         head: &[usize],
     ) -> Result<Advanced, EngineError> {
+        if from == 0 && self.take_begun(rows, kv, head)? {
+            return Ok(Advanced { next: self.layers.len(), halted: false });
+        }
         let halts = !self.tier.holds_all();
         if halts && self.tokens > self.flow.few {
             return Ok(Advanced { next: from, halted: false });
@@ -147,7 +189,7 @@ impl GpuBackend {
         }
         let end = self.layers.len();
         if !halts {
-            self.flow_all(from, head)?;
+            self.flow_rows(from, rows, kv, head)?;
             return Ok(Advanced { next: end, halted: false });
         }
         let mut at = from;
@@ -183,7 +225,7 @@ impl GpuBackend {
     }
 
     /// Records a layer, whatever the router chooses.
-    fn record_layer(&mut self, layer: usize) {
+    pub(super) fn record_layer(&mut self, layer: usize) {
         self.record_attention(layer);
         let tokens = self.tokens;
         let step = self.recorder.step();
@@ -203,20 +245,52 @@ impl GpuBackend {
 
     /// Records layers that may halt, apart from what is recorded: they may come to nothing.
     fn record_ahead(&mut self, from: usize, head: &[usize]) -> Ahead {
+        let start = Instant::now();
         let to = (from + self.flow.pace.layers()).min(self.layers.len());
         // A profiled step is handed over by itself.
         let aside = if self.recorder.profile.is_none() { Some(self.recorder.set_aside()) } else { None };
         (from..to).for_each(|layer| self.record_layer(layer));
         let reading = self.record_reading(from, to, head);
         let step = aside.and_then(|aside| self.recorder.ahead(aside));
+        self.meter.ahead_ns.add_time(start.elapsed());
         Ahead { from, to, step, reading }
     }
 
     /// Computes everything that is left, nothing being missing: what was foreseen, or handing it over as it is recorded.
     pub(super) fn flow_all(&mut self, from: usize, head: &[usize]) -> Result<(), EngineError> {
+        let Some((submitted, reading)) = self.hand_over(from, head) else { return Ok(()) };
+        if from == 0 && self.may_foresee(head) {
+            self.foresee(head);
+        }
+        self.finish_flow(&submitted, reading, head)
+    }
+
+    /// The same of rows that the next step may go on from.
+    fn flow_rows(
+        &mut self,
+        from: usize,
+        rows: &[Row],
+        kv: &KvCache,
+        head: &[usize],
+    ) -> Result<(), EngineError> {
+        let Some((submitted, reading)) = self.hand_over(from, head) else { return Ok(()) };
+        if from == 0 && self.may_foresee(head) {
+            self.foresee(head);
+            self.begin_next(rows, kv);
+        }
+        self.finish_flow(&submitted, reading, head)
+    }
+
+    /// Hands the layers from this one on to the device, as many at once as is best.
+    fn hand_over(&mut self, from: usize, head: &[usize]) -> Option<(Submitted, Reading)> {
         let to = self.layers.len();
         let whole = from == 0 && self.heads_all(head) && self.recorder.profile.is_none();
-        let like = |step: &Foreseen| whole && (step.tokens, step.visible) == (self.tokens, self.visible);
+        let chosen = self.chooses(head);
+        let like = |step: &Foreseen| {
+            whole
+                && (step.tokens, step.visible) == (self.tokens, self.visible)
+                && step.reading.chosen == chosen
+        };
         let (reading, then) = match self.flow.foreseen.take().filter(like) {
             Some(Foreseen { step, reading, .. }) => {
                 #[cfg(test)]
@@ -235,15 +309,85 @@ impl GpuBackend {
             }
         };
         self.next = to;
-        if let Some(submitted) = self.submit_with(then) {
-            if whole && self.tokens <= self.flow.few && self.visible < self.context {
-                self.foresee(head);
-            }
-            let halted = self.read_flow(&submitted, reading, head)?;
-            debug_assert_eq!(halted, None, "every expert is there");
-            (reading.first..reading.end).for_each(|_| self.flow.pace.hear(false));
-        }
+        self.submit_with(then).map(|submitted| (submitted, reading))
+    }
+
+    /// Reads what nothing can have halted.
+    fn finish_flow(
+        &mut self,
+        submitted: &Submitted,
+        reading: Reading,
+        head: &[usize],
+    ) -> Result<(), EngineError> {
+        let halted = self.read_flow(submitted, reading, head)?;
+        debug_assert_eq!(halted, None, "every expert is there");
+        (reading.first..reading.end).for_each(|_| self.flow.pace.hear(false));
         Ok(())
+    }
+
+    /// Whether a step like this one, one position on, is worth recording.
+    fn may_foresee(&self, head: &[usize]) -> bool {
+        self.heads_all(head)
+            && self.recorder.profile.is_none()
+            && self.tokens <= self.flow.few
+            && self.visible < self.context
+    }
+
+    /// Whether the device finds the token that follows: that with the largest logit, if what the host reads are the
+    /// logits themselves.
+    fn chooses(&self, head: &[usize]) -> bool {
+        let sees = head == [0] && self.tokens == 1 && self.spec.multipliers.logits == 1.0;
+        self.flow.follows.likely && sees && self.tier.holds_all()
+    }
+
+    /// Hands the step that was foreseen to the device, behind the one that it works on, if the position that it writes has
+    /// its room.
+    fn begin_next(&mut self, rows: &[Row], kv: &KvCache) {
+        let &[Row { seq, position }] = rows else { return };
+        let row = Row { seq, position: position + 1 };
+        let has_room = kv.blocks(seq).len() * BLOCK > row.position as usize;
+        let Some(Foreseen { visible, step, reading, .. }) =
+            self.flow.foreseen.take_if(|step| has_room && step.reading.chosen && step.tokens == 1)
+        else {
+            return;
+        };
+        self.write_rows(&[row], kv);
+        // Of the token that the step before chooses.
+        self.ends.embed.record(self.recorder.step(), 1);
+        if let Some(submitted) = self.submit_with(Some(step)) {
+            #[cfg(test)]
+            BEGUN.set([BEGUN.get()[0], BEGUN.get()[1] + 1]);
+            self.flow.begun = Some(Begun { token: None, row, visible, submitted, reading });
+        }
+    }
+
+    /// The token of a step that may be the one that the device has begun.
+    pub(super) fn begun_with(&self, tokens: &[u32]) -> Option<u32> {
+        let begun = self.flow.begun.as_ref()?.token?;
+        (self.flow.follows.continues && tokens == [begun]).then_some(begun)
+    }
+
+    /// Goes on with what the device has begun, if that is the step that was put off and of this row; else begins it in
+    /// earnest.
+    fn take_begun(&mut self, rows: &[Row], kv: &mut KvCache, head: &[usize]) -> Result<bool, EngineError> {
+        let is_it = |begun: &mut Begun| rows == [begun.row] && head == [0];
+        let Some(begun) = self.flow.begun.take_if(is_it).filter(|_| self.flow.put_off.is_some()) else {
+            self.begin_in_earnest();
+            return Ok(false);
+        };
+        self.flow.put_off = None;
+        self.copy_blocks(kv);
+        #[cfg(test)]
+        BEGUN.set([BEGUN.get()[0] + 1, BEGUN.get()[1]]);
+        self.headed.clear();
+        self.tokens_done += 1;
+        (self.next, self.pending, self.visible) = (self.layers.len(), Pending::Nothing, begun.visible);
+        if self.may_foresee(head) {
+            self.foresee(head);
+            self.begin_next(rows, kv);
+        }
+        self.finish_flow(&begun.submitted, begun.reading, head)?;
+        Ok(true)
     }
 
     /// Whether these are all of the step's tokens.
@@ -253,6 +397,7 @@ impl GpuBackend {
 
     /// Records the step that comes if each token is followed by one.
     fn foresee(&mut self, head: &[usize]) {
+        let start = Instant::now();
         let (tokens, to) = (self.tokens, self.layers.len());
         self.visible += 1;
         (0..to).for_each(|layer| self.record_layer(layer));
@@ -261,6 +406,7 @@ impl GpuBackend {
         self.next = to;
         let step = self.recorder.ahead(None);
         self.flow.foreseen = step.map(|step| Foreseen { tokens, visible, step, reading });
+        self.meter.ahead_ns.add_time(start.elapsed());
     }
 
     /// Computes everything with a wait for each layer, nothing being missing: as if each had halted.
@@ -279,31 +425,41 @@ impl GpuBackend {
     }
 
     /// Records what the host will read of these layers, and the head behind the last one.
-    fn record_reading(&mut self, from: usize, to: usize, head: &[usize]) -> Reading {
+    pub(super) fn record_reading(&mut self, from: usize, to: usize, head: &[usize]) -> Reading {
         let last = to == self.layers.len();
         let rows = if last { head.len() } else { 0 };
         if rows > 0 {
             self.record_head(head);
         }
+        let chosen = last && self.chooses(head);
+        if chosen {
+            self.ends.likeliest.record(self.recorder.step(), 1);
+        }
+        self.flow.turn ^= 1;
+        let turn = self.flow.turn;
+        let readback = &self.readbacks[turn];
         let (first, end) = self.moes(from, to);
         let halt = self.route_weights.part(4 * self.flow.at as u64, 4);
         let per_layer = (4 * self.tokens * self.spec.moe.n_experts) as u64;
         let routes = (end - first) as u64 * per_layer;
         let step = self.recorder.step();
-        step.read_back(&halt, &self.readback, 0);
+        step.read_back(&halt, readback, 0);
+        if chosen {
+            step.read_back(&self.ends.ids.part(0, 4), readback, 4);
+        }
         if routes > 0 {
-            step.read_back(&self.seen.part(first as u64 * per_layer, routes), &self.readback, HALT_BYTES);
+            step.read_back(&self.seen.part(first as u64 * per_layer, routes), readback, HALT_BYTES);
         }
         let at = HALT_BYTES + routes;
         if rows > 0 {
             let len = 4 * rows * self.spec.vocab_size;
-            step.read_back(&self.ends.logits.part(0, len as u64), &self.readback, at);
+            step.read_back(&self.ends.logits.part(0, len as u64), readback, at);
         }
-        Reading { first, end, rows }
+        Reading { first, end, rows, turn, chosen }
     }
 
     /// Waits, and takes what the step copied: gives the layer that lacks experts.
-    fn read_flow(
+    pub(super) fn read_flow(
         &mut self,
         submitted: &Submitted,
         reading: Reading,
@@ -314,13 +470,18 @@ impl GpuBackend {
         let logits = &mut self.logits[..reading.rows * self.spec.vocab_size];
         let len = HALT_BYTES as usize + 4 * (router.len() + logits.len());
         let start = Instant::now();
-        let halt = self.gpu.read_with(&self.readback, submitted, len, |bytes| {
+        let readback = &self.readbacks[reading.turn];
+        let (halt, chosen) = self.gpu.read_with(readback, submitted, len, |bytes| {
             let (halt, bytes) = bytes.split_at(HALT_BYTES as usize);
             let (routes, bytes) = bytes.split_at(4 * router.len());
             bytemuck::cast_slice_mut(router).copy_from_slice(routes);
             bytemuck::cast_slice_mut(logits).copy_from_slice(bytes);
-            f32::from_le_bytes([halt[0], halt[1], halt[2], halt[3]])
+            let word = |at: usize| [halt[at], halt[at + 1], halt[at + 2], halt[at + 3]];
+            (f32::from_le_bytes(word(0)), u32::from_le_bytes(word(4)))
         })?;
+        if let Some(begun) = self.flow.begun.as_mut().filter(|_| reading.chosen) {
+            begun.token = Some(chosen);
+        }
         self.meter.waits.add(1);
         self.meter.wait_ns.add_time(start.elapsed());
         if halt == 0.0 {

@@ -1,11 +1,13 @@
 //! What the device does with this model, measured before it is used.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use smoe_gpu::{DeviceKind, Submitted};
+use smoe_gpu::{DeviceKind, Kernel, Submitted};
 
 use super::{GpuBackend, Pending};
 use crate::EngineError;
+use crate::backend::{KernelCost, TokenCosts};
 use crate::forecast::DeviceRates;
 
 /// Times that each is measured, the first of which is not counted.
@@ -17,6 +19,10 @@ const WARM_UP: Duration = Duration::from_secs(1);
 const UPLOADED: usize = 2;
 /// Bytes of memory that uploads are timed from, the first ones written long before the last.
 const COLD_BYTES: usize = 128 << 20;
+/// Tokens that are handed over together where the device alone is timed: what a few take is taken off what many do, and with it
+/// the cost of handing over and waiting.
+const FEW: usize = 1;
+const MANY: usize = 8;
 /// Tokens that follow each other before they begin again at the first position: as many as a block holds.
 const POSITIONS: u32 = 32;
 
@@ -42,6 +48,89 @@ impl GpuBackend {
         let rates = DeviceRates { token_s, dispatches, wait_s, upload_bytes_per_s };
         self.pace_by(&rates);
         Ok(Some(rates))
+    }
+
+    /// Times a token that follows another at once, and the same without each of its kernels. Under the conditions of
+    /// [`Self::measure_rates`], and none if those are not given.
+    pub(super) fn measure_costs(&mut self) -> Result<Option<TokenCosts>, EngineError> {
+        if !self.tier.is_empty() || self.tokens > 0 {
+            return Ok(None);
+        }
+        self.tier.pretend(&self.gpu, true);
+        let costs = self.time_kernels();
+        self.tier.pretend(&self.gpu, false);
+        self.recorder.clear();
+        self.headed.clear();
+        (self.tokens, self.tokens_done, self.pending) = (0, 0, Pending::Nothing);
+        Ok(Some(costs?))
+    }
+
+    fn time_kernels(&mut self) -> Result<TokenCosts, EngineError> {
+        let warm_up = if self.gpu.facts().kind == DeviceKind::Software { Duration::ZERO } else { WARM_UP };
+        let began = Instant::now();
+        let mut token_s = self.time_together(None)?.0;
+        while began.elapsed() < warm_up {
+            token_s = self.time_together(None)?.0;
+        }
+        let mut kernels = Vec::new();
+        for kernel in self.gpu.compiled() {
+            let name = kernel.name().to_owned();
+            let (without_s, runs, grid) = self.time_together(Some(kernel))?;
+            if runs > 0 {
+                kernels.push(KernelCost {
+                    name,
+                    grid,
+                    runs,
+                    seconds: (token_s - without_s) / f64::from(runs),
+                });
+            }
+        }
+        kernels.sort_by(|a, b| (b.seconds * f64::from(b.runs)).total_cmp(&(a.seconds * f64::from(a.runs))));
+        Ok(TokenCosts { token_s, kernels })
+    }
+
+    /// Seconds of a token among others that follow each other at once, without a kernel; how often that was left out, and
+    /// its workgroups.
+    fn time_together(&mut self, without: Option<Arc<Kernel>>) -> Result<(f64, u32, [u32; 3]), EngineError> {
+        let software = self.gpu.facts().kind == DeviceKind::Software;
+        let (rounds, many) = if software { (2, FEW + 1) } else { (TIMES, MANY) };
+        let mut times = Vec::with_capacity(rounds);
+        let mut left_out = (0, [0; 3]);
+        for _ in 0..rounds {
+            let mut seconds = [0.0; 2];
+            for (seconds, tokens) in seconds.iter_mut().zip([FEW, many]) {
+                self.begin_step(&[0]);
+                self.recorder.clear();
+                self.gpu.write(&self.tables, 0, &[0; 4]);
+                self.visible = 1;
+                for buffer in &self.rows {
+                    self.gpu.write(&buffer.rows, 0, bytemuck::cast_slice(&[0u32, 0, 0, 0]));
+                }
+                if let Some(kernel) = &without {
+                    self.recorder.step().leave_out(kernel.clone());
+                }
+                let layers = self.layers.len();
+                let mut reading = None;
+                for _ in 0..tokens {
+                    self.ends.embed.record(self.recorder.step(), 1);
+                    (0..layers).for_each(|layer| self.record_layer(layer));
+                    reading = Some(self.record_reading(0, layers, &[0]));
+                }
+                let (times, grid) = self.recorder.step().left_out();
+                left_out = (times / tokens as u32, grid);
+                if without.is_some() && times == 0 {
+                    return Ok((0.0, 0, grid));
+                }
+                let step = self.recorder.ahead(None);
+                let start = Instant::now();
+                if let (Some(submitted), Some(reading)) = (self.submit_with(step), reading) {
+                    self.read_flow(&submitted, reading, &[0])?;
+                }
+                *seconds = start.elapsed().as_secs_f64();
+            }
+            times.push((seconds[1] - seconds[0]) / (many - FEW) as f64);
+        }
+        Ok((median(times), left_out.0, left_out.1))
     }
 
     /// Seconds of a token whose layers are handed over together, or one by one with a wait for each; its kernels.

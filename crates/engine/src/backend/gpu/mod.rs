@@ -30,7 +30,7 @@ use smoe_meter::TierMeter;
 use smoe_store::Lease;
 
 use crate::EngineError;
-use crate::backend::{Advanced, Backend, DeviceTier, HEAD_ROWS, KernelTimes, Row};
+use crate::backend::{Advanced, Backend, DeviceTier, Follows, HEAD_ROWS, KernelTimes, Row, TokenCosts};
 use crate::device::DevicePlan;
 use crate::forecast::DeviceRates;
 use crate::kv::KvCache;
@@ -93,8 +93,8 @@ pub struct GpuBackend {
     lists: Vec<WorkList>,
     /// Lists written since the last submit.
     listed: usize,
-    /// What the host reads.
-    readback: Readback,
+    /// What the host reads, by turns: of a step while the next one is under way.
+    readbacks: [Readback; 2],
     /// Router logits, `[MoE layers, T, n_experts]`.
     router: Vec<f32>,
     logits: Vec<f32>,
@@ -143,8 +143,17 @@ impl GpuBackend {
         Ok(result?)
     }
 
+    /// Begins the step that was put off, if it is not the one that the device has begun.
+    fn begin_in_earnest(&mut self) {
+        if let Some(token) = self.flow.put_off.take() {
+            self.begin_step(&[token]);
+        }
+    }
+
     /// Begins a step of these tokens.
     fn begin_step(&mut self, tokens: &[u32]) {
+        // What was begun is over before this begins.
+        self.flow.begun = None;
         // A step that was given up leaves kernels and lists behind: nothing waits for what they compute.
         self.recorder.clear();
         self.stop_flow();
@@ -165,15 +174,19 @@ impl GpuBackend {
     /// Tells the device whose tokens the step has.
     fn place(&mut self, rows: &[Row], kv: &mut KvCache) {
         self.copy_blocks(kv);
+        self.write_rows(rows, kv);
+        self.visible = rows.iter().map(|row| row.position as usize + 1).max().unwrap_or(0);
+    }
+
+    /// Tells it their positions, and where the blocks of their sessions are.
+    fn write_rows(&mut self, rows: &[Row], kv: &KvCache) {
         self.table_words.clear();
         self.table_starts.clear();
-        self.visible = 0;
         for row in rows {
             if self.table_starts.last().is_none_or(|&(seq, _)| seq != row.seq.0) {
                 self.table_starts.push((row.seq.0, self.table_words.len() as u32));
                 self.table_words.extend_from_slice(kv.blocks(row.seq));
             }
-            self.visible = self.visible.max(row.position as usize + 1);
         }
         let room = self.tables.len() as usize / 4;
         assert!(self.table_words.len() <= room, "{} blocks of {room}", self.table_words.len());
@@ -286,12 +299,20 @@ impl GpuBackend {
 impl Backend for GpuBackend {
     fn embed(&mut self, tokens: &[u32]) -> Result<(), EngineError> {
         self.gpu.check()?;
-        self.begin_step(tokens);
+        self.flow.put_off = self.begun_with(tokens);
+        if self.flow.put_off.is_none() {
+            self.begin_step(tokens);
+        }
         Ok(())
+    }
+
+    fn follows(&mut self, follows: Follows) {
+        self.flow.follows = follows;
     }
 
     fn attend(&mut self, layer: usize, rows: &[Row], kv: &mut KvCache) -> Result<(), EngineError> {
         if layer == 0 {
+            self.begin_in_earnest();
             self.place(rows, kv);
         }
         self.record_attention(layer);
@@ -332,10 +353,10 @@ impl Backend for GpuBackend {
         if let LayerOps::Moe(moe) = &self.layers[layer].ops {
             let step = self.recorder.step();
             moe.router.iter().for_each(|product| product.record(step, tokens));
-            step.read_back(&moe.logits.part(0, 4 * n as u64), &self.readback, 0);
+            step.read_back(&moe.logits.part(0, 4 * n as u64), &self.readbacks[0], 0);
         }
         if let Some(submitted) = self.submit() {
-            Self::read(&self.gpu, &self.meter, &self.readback, &submitted, &mut self.router[..n])?;
+            Self::read(&self.gpu, &self.meter, &self.readbacks[0], &submitted, &mut self.router[..n])?;
         }
         if let Some(moe) = self.layers[layer].ops.moe() {
             moe.add_bias(&mut self.router[..n]);
@@ -414,9 +435,9 @@ impl Backend for GpuBackend {
         if self.headed.as_slice() != tokens {
             self.record_head(tokens);
             let logits = self.ends.logits.part(0, 4 * len as u64);
-            self.recorder.step().read_back(&logits, &self.readback, 0);
+            self.recorder.step().read_back(&logits, &self.readbacks[0], 0);
             if let Some(submitted) = self.submit() {
-                Self::read(&self.gpu, &self.meter, &self.readback, &submitted, &mut self.logits[..len])?;
+                Self::read(&self.gpu, &self.meter, &self.readbacks[0], &submitted, &mut self.logits[..len])?;
                 self.scale_logits(len);
             }
         }
@@ -470,6 +491,10 @@ impl Backend for GpuBackend {
 
     fn measure(&mut self) -> Result<Option<DeviceRates>, EngineError> {
         self.measure_rates()
+    }
+
+    fn costs(&mut self) -> Result<Option<TokenCosts>, EngineError> {
+        self.measure_costs()
     }
 
     fn profile(&mut self, on: bool) -> Option<KernelTimes> {

@@ -1,7 +1,7 @@
 //! The kernels of each layer, bound to what they work on.
 
 use smoe_gpu::{
-    Attention, CodedMatmul, CodedPlane, Down, Embed, ExactMatmul, FloatMatmul, GateUp, Gpu, GpuError,
+    Argmax, Attention, CodedMatmul, CodedPlane, Down, Embed, ExactMatmul, FloatMatmul, GateUp, Gpu, GpuError,
     MixNorm, RopeAppend, Route, Slice, Step, WorkList,
 };
 
@@ -149,6 +149,8 @@ pub(super) struct Ends {
     pub(super) head: Vec<Product>,
     /// `[HEAD_ROWS, vocab_size]`.
     pub(super) logits: Slice,
+    /// Of one token's logits, into the ids: the token that follows.
+    pub(super) likeliest: Argmax,
 }
 
 /// Per token: position, start of its session's blocks, first position that it sees, 0.

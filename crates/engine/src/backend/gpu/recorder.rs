@@ -1,6 +1,7 @@
 //! The step being recorded, and handing it over.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use smoe_gpu::{Gpu, Recorded, Step, Submitted};
 use smoe_meter::TierMeter;
@@ -56,7 +57,8 @@ impl Recorder {
         self.meter.submits.add(1);
         step.iter().for_each(|step| count(step.dispatches()));
         then.iter().for_each(|then| count(then.dispatches()));
-        match (&mut self.profile, step) {
+        let start = Instant::now();
+        let submitted = match (&mut self.profile, step) {
             (Some(times), Some(step)) => {
                 let mut tell = |name: &str, ns: f64| times.add(name, ns);
                 // A failure shows when the step's results are read.
@@ -64,6 +66,8 @@ impl Recorder {
                 then.map_or(first, |then| Some(self.gpu.submit([then])))
             }
             (_, step) => Some(self.gpu.submit(step.map(Step::finish).into_iter().chain(then))),
-        }
+        };
+        self.meter.submit_ns.add_time(start.elapsed());
+        submitted
     }
 }

@@ -2,16 +2,16 @@
 #![allow(clippy::unwrap_used, reason = "a test stops at the first surprise")]
 #![allow(clippy::print_stderr, reason = "what is skipped is said")]
 
-use std::ops::Range;
+use std::ops::{ControlFlow, Range};
 
 use smoe_format::{Encoding, FfnKind};
 use smoe_gpu::{Gpu, Software};
 use smoe_meter::TierSnapshot;
 use smoe_testkit::TinyModel;
 
-use super::flow::FORESEEN;
+use super::flow::{BEGUN, FORESEEN};
 use crate::plan::{PlanRequest, RingSize};
-use crate::{Control, DeviceChoice, Engine, EngineOptions, Session, Vault};
+use crate::{Control, DeviceChoice, Engine, EngineOptions, Limits, Sampler, Sampling, Session, Vault};
 
 /// What a step of `tokens` behind `held` ones gives and counts, some layers having forgotten their experts.
 fn step(
@@ -130,6 +130,119 @@ fn a_step_that_was_recorded_ahead_fits_whatever_comes_between() {
         let (got, _) = step(&mut engine, &mut two, 51, &b[51..=51], 0..0);
         assert!(got == expected, "after {between}");
         assert_eq!(FORESEEN.get() - before, taken, "after {between}");
+    }
+}
+
+/// Bits of the logits after `tokens`, by a session that sees nothing else.
+fn logits_after(engine: &mut Engine, tokens: &[u32]) -> Vec<u32> {
+    let mut session = engine.open_session().unwrap();
+    engine.sync(&mut session, tokens, &mut Control::default()).unwrap();
+    let bits = session.logits().iter().map(|l| l.to_bits()).collect();
+    engine.close(session, false);
+    bits
+}
+
+/// Decodes a token, the largest logit being likely to name the next, and gives the logits' bits.
+fn decode_likely(engine: &mut Engine, session: &mut Session, token: u32) -> Vec<u32> {
+    session.queue(&[token], 1);
+    session.expect_likeliest();
+    let mut logits = Vec::new();
+    let mut keep = |_: usize, _: usize, row: &[f32]| logits = row.iter().map(|l| l.to_bits()).collect();
+    engine.step(std::slice::from_mut(session), &mut Control::default(), &mut keep).unwrap();
+    logits
+}
+
+fn largest(bits: &[u32]) -> u32 {
+    let logits: Vec<f32> = bits.iter().map(|bits| f32::from_bits(*bits)).collect();
+    smoe_kernels::Kernels::detect().argmax(&logits)
+}
+
+#[test]
+fn greedy_tokens_are_begun_before_they_are_asked_for_and_are_the_same() {
+    let model = TinyModel::qwen3(36);
+    let Some((_dir, vault, mut engine)) = engine(&model) else { return };
+    engine.preload(&mut |_, _| {}).unwrap();
+    let prompt = model.prompt(20, 1);
+    let mut expected = prompt.clone();
+    for _ in 0..60 {
+        let next = largest(&logits_after(&mut engine, &expected));
+        expected.push(next);
+    }
+    let mut sampler = Sampler::new(Sampling::default(), vault.spec.vocab_size).unwrap();
+    let limits = Limits { max_tokens: 60, end_tokens: Vec::new() };
+    let before = BEGUN.get();
+    let mut session = engine.open_session().unwrap();
+    engine.sync(&mut session, &prompt, &mut Control::default()).unwrap();
+    let mut tokens = prompt;
+    engine
+        .generate(&mut session, &mut sampler, &limits, &mut Control::default(), &mut |token| {
+            tokens.push(token);
+            ControlFlow::Continue(())
+        })
+        .unwrap();
+    assert_eq!(tokens, expected);
+    let [taken, begun] = [0, 1].map(|i| BEGUN.get()[i] - before[i]);
+    // 58 tokens follow one that was computed by itself and are not the last; two of them begin a block.
+    assert_eq!((taken, begun), (56, 56));
+    let last: Vec<u32> = session.logits().iter().map(|l| l.to_bits()).collect();
+    assert!(last == logits_after(&mut engine, &expected[..expected.len() - 1]));
+}
+
+#[test]
+fn what_was_begun_in_vain_leaves_no_trace() {
+    let model = TinyModel::qwen3(37);
+    let Some((_dir, _vault, mut engine)) = engine(&model) else { return };
+    engine.preload(&mut |_, _| {}).unwrap();
+    let [a, b] = [1, 2].map(|which| model.prompt(40, which));
+    let token = a[33];
+    let chosen = largest(&logits_after(&mut engine, &[&a[..33], &[token]].concat()));
+    let other = (chosen + 1) % model.spec.vocab_size as u32;
+    // What follows `a`, and what follows another prompt of its length.
+    let on = |first: &[u32], more: &[u32]| [first, more].concat();
+    let cases = [
+        ("another token", on(&a[..34], &[other])),
+        ("another session", on(&b[..34], &[chosen])),
+        ("taken back", on(&a[..33], &[chosen])),
+        ("several tokens", on(&a[..34], &[chosen, other, chosen])),
+        ("a place that is used again", on(&b[..34], &[chosen])),
+        ("the token itself", on(&a[..34], &[chosen])),
+    ];
+    for (what, tokens) in cases {
+        let expected = logits_after(&mut engine, &tokens);
+        let mut first = engine.open_session().unwrap();
+        let mut second = engine.open_session().unwrap();
+        engine.sync(&mut second, &b[..34], &mut Control::default()).unwrap();
+        engine.sync(&mut first, &a[..33], &mut Control::default()).unwrap();
+        let before = BEGUN.get();
+        let got = decode_likely(&mut engine, &mut first, token);
+        assert_eq!(largest(&got), chosen);
+        assert_eq!(BEGUN.get()[1] - before[1], 1, "{what}");
+        let got = match what {
+            "another token" => decode_likely(&mut engine, &mut first, other),
+            "another session" => decode_likely(&mut engine, &mut second, chosen),
+            "taken back" => {
+                engine.truncate(&mut first, 33);
+                decode_likely(&mut engine, &mut first, chosen)
+            }
+            "several tokens" => {
+                engine.sync(&mut first, &tokens, &mut Control::default()).unwrap();
+                first.logits().iter().map(|l| l.to_bits()).collect()
+            }
+            "a place that is used again" => {
+                let seq = first.seq;
+                engine.close(first, false);
+                first = engine.open_session().unwrap();
+                assert_eq!(first.seq, seq);
+                engine.sync(&mut first, &b[..34], &mut Control::default()).unwrap();
+                decode_likely(&mut engine, &mut first, chosen)
+            }
+            _ => decode_likely(&mut engine, &mut first, chosen),
+        };
+        assert!(got == expected, "{what}");
+        let taken = BEGUN.get()[0] - before[0];
+        assert_eq!(taken, usize::from(what == "the token itself"), "{what}");
+        engine.close(first, false);
+        engine.close(second, false);
     }
 }
 

@@ -1,4 +1,4 @@
-//! Metadata and tensor names of llama.cpp's architectures, in the words of the checkpoints they were made from.
+//! Metadata of llama.cpp's architectures, in the words of the checkpoints they were made from.
 //!
 //! What comes out is a `config.json` of the family and tensors under its names, so that everything behind
 //! knows one language only. What llama.cpp does without saying so in the file (which routers divide by the
@@ -8,131 +8,20 @@ use std::collections::{BTreeMap, HashMap};
 
 use serde_json::{Map, Value as Json, json};
 
-use super::{Metadata, Tensor, Type, stored};
+use super::arch::{ARCHS, Arch};
+use super::names::names;
+use super::{Metadata, Tensor};
 use crate::error::{SculptError, Warning};
-use crate::source::stacked::{Heads, Leaf};
-use crate::source::{At, Form, Order, Stored};
-
-/// What this build knows of an architecture.
-struct Arch {
-    name: &'static str,
-    /// Queries and keys have the halves of each head interleaved.
-    permuted: bool,
-    /// Where the feed-forward part is.
-    ffn: &'static str,
-    /// The router in it.
-    router: &'static str,
-    /// The shared expert in it.
-    shared: &'static str,
-    /// The key of the number of experts.
-    n_experts: &'static str,
-    /// Chosen weights are divided by their sum, where the file does not say.
-    norm_topk: bool,
-}
-
-const ARCHS: &[Arch] = &[
-    Arch {
-        name: "qwen3moe",
-        permuted: false,
-        ffn: "mlp",
-        router: "gate",
-        shared: "shared_expert",
-        n_experts: "num_experts",
-        norm_topk: true,
-    },
-    Arch {
-        name: "qwen2moe",
-        permuted: false,
-        ffn: "mlp",
-        router: "gate",
-        shared: "shared_expert",
-        n_experts: "num_experts",
-        norm_topk: false,
-    },
-    Arch {
-        name: "olmoe",
-        permuted: false,
-        ffn: "mlp",
-        router: "gate",
-        shared: "shared_expert",
-        n_experts: "num_experts",
-        norm_topk: false,
-    },
-    Arch {
-        name: "llama",
-        permuted: true,
-        ffn: "block_sparse_moe",
-        router: "gate",
-        shared: "shared_expert",
-        n_experts: "num_local_experts",
-        norm_topk: true,
-    },
-    Arch {
-        name: "deepseek",
-        permuted: true,
-        ffn: "mlp",
-        router: "gate",
-        shared: "shared_experts",
-        n_experts: "n_routed_experts",
-        norm_topk: false,
-    },
-    Arch {
-        name: "deepseek2",
-        permuted: false,
-        ffn: "mlp",
-        router: "gate",
-        shared: "shared_experts",
-        n_experts: "n_routed_experts",
-        norm_topk: false,
-    },
-    Arch {
-        name: "glm4moe",
-        permuted: false,
-        ffn: "mlp",
-        router: "gate",
-        shared: "shared_experts",
-        n_experts: "n_routed_experts",
-        norm_topk: false,
-    },
-    Arch {
-        name: "gpt-oss",
-        permuted: false,
-        ffn: "mlp",
-        router: "router",
-        shared: "shared_expert",
-        n_experts: "num_local_experts",
-        norm_topk: true,
-    },
-];
-
-/// Parts of a layer that are called alike in every architecture.
-const PARTS: &[(&str, &str)] = &[
-    ("attn_norm", "input_layernorm"),
-    ("ffn_norm", "post_attention_layernorm"),
-    // GLM-4 and GPT-OSS.
-    ("post_attention_norm", "post_attention_layernorm"),
-    ("attn_q", "self_attn.q_proj"),
-    ("attn_k", "self_attn.k_proj"),
-    ("attn_v", "self_attn.v_proj"),
-    ("attn_output", "self_attn.o_proj"),
-    ("attn_q_norm", "self_attn.q_norm"),
-    ("attn_k_norm", "self_attn.k_norm"),
-    ("attn_q_a", "self_attn.q_a_proj"),
-    ("attn_q_a_norm", "self_attn.q_a_layernorm"),
-    ("attn_q_b", "self_attn.q_b_proj"),
-    ("attn_kv_a_mqa", "self_attn.kv_a_proj_with_mqa"),
-    ("attn_kv_a_norm", "self_attn.kv_a_layernorm"),
-    ("attn_kv_b", "self_attn.kv_b_proj"),
-];
+use crate::source::Stored;
 
 /// Reads metadata of one architecture.
-struct Keys<'a> {
-    metadata: &'a Metadata,
-    arch: &'static Arch,
+pub(super) struct Keys<'a> {
+    pub metadata: &'a Metadata,
+    pub arch: &'static Arch,
 }
 
 impl Keys<'_> {
-    fn key(&self, key: &str) -> String {
+    pub fn key(&self, key: &str) -> String {
         format!("{}.{key}", self.arch.name)
     }
 
@@ -209,7 +98,13 @@ fn config(
     put("tie_word_embeddings", json!(!tensors.contains_key("output.weight")));
     put("hidden_act", json!("silu"));
     put(arch.n_experts, json!(keys.need("expert_count")?));
-    put("num_experts_per_tok", json!(keys.need("expert_used_count")?));
+    put(arch.top_k, json!(keys.need("expert_used_count")?));
+    if let (Some(gating), Some(found)) = (arch.gating, keys.number("expert_gating_func")?)
+        && found != gating
+    {
+        let kind = if gating == 1 { "1 (softmax)" } else { "2 (sigmoid)" };
+        return Err(metadata.bad(&keys.key("expert_gating_func"), kind));
+    }
     if let Some(base) = keys.float("rope.freq_base")? {
         put("rope_theta", json!(base));
     }
@@ -230,7 +125,7 @@ fn config(
     let head_dim = keys.number("attention.key_length")?;
     if let Some(other) = keys.number("attention.value_length")?
         && head_dim.is_some_and(|n| n != other)
-        && arch.name != "deepseek2"
+        && !arch.latent
     {
         return Err(metadata.bad(&keys.key("attention.value_length"), "equal to attention.key_length"));
     }
@@ -239,7 +134,7 @@ fn config(
     let leading = keys.number("leading_dense_block_count")?.unwrap_or(0);
     let rotated = keys.number("rope.dimension_count")?;
     let head = head_dim.unwrap_or(width / heads.max(1));
-    if arch.name != "deepseek2" {
+    if !arch.latent {
         put("head_dim", json!(head));
         if let Some(rotated) = rotated.filter(|&n| n != head) {
             put("partial_rotary_factor", json!(rotated as f64 / head.max(1) as f64));
@@ -248,32 +143,81 @@ fn config(
     put(
         "model_type",
         json!(match arch.name {
-            "qwen3moe" => "qwen3_moe",
-            "qwen2moe" => "qwen2_moe",
-            "llama" => "mixtral",
-            "glm4moe" => "glm4_moe",
-            "gpt-oss" => "gpt_oss",
             "deepseek2" if keys.number("expert_gating_func")? == Some(2) => "deepseek_v3",
-            "deepseek2" => "deepseek_v2",
-            same => same,
+            _ => arch.family,
         }),
     );
+    let has = |name: &str| tensors.contains_key(name);
+    let moe_layers = || (0..layers).filter(|layer| has(&format!("blk.{layer}.ffn_gate_inp.weight")));
+    let shared_width = || -> Result<Json, SculptError> {
+        let shared = keys.number("expert_shared_feed_forward_length")?;
+        let of_tensor = tensors.get("blk.0.ffn_gate_shexp.weight").and_then(|t| t.shape.first());
+        Ok(json!(shared.or(of_tensor.map(|&n| n as u64))))
+    };
     match arch.name {
         "qwen3moe" | "qwen2moe" => {
             put("moe_intermediate_size", json!(expert));
             put("intermediate_size", json!(dense.unwrap_or(expert)));
             put("norm_topk_prob", json!(norm));
-            let moe = |layer| tensors.contains_key(&format!("blk.{layer}.ffn_gate_inp.weight"));
-            let dense: Vec<u64> = (0..layers).filter(|&layer| !moe(layer)).collect();
+            let moe: Vec<u64> = moe_layers().collect();
+            let dense: Vec<u64> = (0..layers).filter(|layer| !moe.contains(layer)).collect();
             put("mlp_only_layers", json!(dense));
             put("decoder_sparse_step", json!(1));
             if arch.name == "qwen2moe" {
-                let shared = keys.number("expert_shared_feed_forward_length")?;
-                let of_tensor = tensors.get("blk.0.ffn_gate_shexp.weight").map(|t| t.shape[0] as u64);
-                put("shared_expert_intermediate_size", json!(shared.or(of_tensor)));
+                put("shared_expert_intermediate_size", shared_width()?);
                 put("qkv_bias", json!(true));
             } else {
                 put("attention_bias", json!(false));
+            }
+        }
+        "qwen3next" | "qwen35moe" => {
+            put("moe_intermediate_size", json!(expert));
+            put("norm_topk_prob", json!(norm));
+            put("shared_expert_intermediate_size", shared_width()?);
+            put("attention_bias", json!(has("blk.0.attn_q.bias")));
+            let kind = |layer| match has(&format!("blk.{layer}.ssm_conv1d.weight")) {
+                true => "linear_attention",
+                false => "full_attention",
+            };
+            put("layer_types", json!((0..layers).map(kind).collect::<Vec<_>>()));
+            let value_heads = keys.need("ssm.time_step_rank")?;
+            let values = keys.need("ssm.inner_size")?;
+            if value_heads == 0 || !values.is_multiple_of(value_heads) {
+                return Err(metadata.bad(&keys.key("ssm.inner_size"), "a multiple of ssm.time_step_rank"));
+            }
+            put("linear_num_key_heads", json!(keys.need("ssm.group_count")?));
+            put("linear_num_value_heads", json!(value_heads));
+            put("linear_key_head_dim", json!(keys.need("ssm.state_size")?));
+            put("linear_value_head_dim", json!(values / value_heads));
+            put("linear_conv_kernel_dim", json!(keys.need("ssm.conv_kernel")?));
+        }
+        "minimax-m2" => {
+            put("intermediate_size", json!(expert));
+            put("attention_bias", json!(has("blk.0.attn_q.bias")));
+            put("use_qk_norm", json!(has("blk.0.attn_q_norm.weight")));
+            put("use_routing_bias", json!(has("blk.0.exp_probs_b.bias")));
+        }
+        "ernie4_5-moe" => {
+            put("moe_intermediate_size", json!(expert));
+            put("intermediate_size", json!(dense.unwrap_or(0)));
+            put("moe_num_shared_experts", json!(keys.number("expert_shared_count")?.unwrap_or(0)));
+            put("moe_layer_start_index", json!(leading));
+            put("moe_layer_interval", json!(keys.number("interleave_moe_layer_step")?.unwrap_or(1)));
+            // The converter does not write it.
+            put("moe_layer_end_index", json!(moe_layers().next_back()));
+            put("use_bias", json!(has("blk.0.attn_q.bias")));
+        }
+        "granitemoe" => {
+            put("intermediate_size", json!(expert));
+            put("attention_bias", json!(has("blk.0.attn_q.bias")));
+            put("shared_intermediate_size", json!(keys.number("expert_shared_feed_forward_length")?));
+            for (theirs, ours) in [
+                ("attention.scale", "attention_multiplier"),
+                ("embedding_scale", "embedding_multiplier"),
+                ("residual_scale", "residual_multiplier"),
+                ("logit_scale", "logits_scaling"),
+            ] {
+                put(ours, json!(keys.float(theirs)?));
             }
         }
         "olmoe" => {
@@ -319,13 +263,18 @@ fn config(
                     put("topk_method", json!(method));
                 }
             }
+            if arch.indexer {
+                put("index_n_heads", json!(keys.need("attention.indexer.head_count")?));
+                put("index_head_dim", json!(keys.need("attention.indexer.key_length")?));
+                put("index_topk", json!(keys.need("attention.indexer.top_k")?));
+            }
             if arch.name == "glm4moe" {
                 put("attention_bias", json!(tensors.contains_key("blk.0.attn_q.bias")));
                 put("use_qk_norm", json!(tensors.contains_key("blk.0.attn_q_norm.weight")));
             }
         }
     }
-    if arch.name == "deepseek2" {
+    if arch.latent {
         let rope = rotated.ok_or_else(|| metadata.bad(&keys.key("rope.dimension_count"), "a number"))?;
         let mla = keys.number("attention.key_length_mla")?;
         let key = mla.or(head_dim).filter(|&n| n > rope);
@@ -359,7 +308,8 @@ fn rope_scaling(keys: &Keys<'_>, arch: &Arch) -> Result<Json, SculptError> {
     let kind = match keys.text("rope.scaling.type")? {
         None if factor.is_some_and(|x| x != 0.0 && x != 1.0) => "linear",
         None | Some("none") => return Ok(Json::Null),
-        Some(kind) => kind,
+        Some(kind @ ("linear" | "yarn")) => kind,
+        Some(_) => return Err(keys.metadata.bad(&keys.key("rope.scaling.type"), "none, linear or yarn")),
     };
     let mut scaling = Map::new();
     scaling.insert("rope_type".to_owned(), json!(kind));
@@ -389,159 +339,4 @@ fn rope_scaling(keys: &Keys<'_>, arch: &Arch) -> Result<Json, SculptError> {
         }
     }
     Ok(Json::Object(scaling))
-}
-
-/// All tensors under the names of the family. Those that have none keep their own.
-fn names(
-    keys: &Keys<'_>,
-    config: &Json,
-    tensors: &BTreeMap<String, Tensor>,
-) -> Result<HashMap<String, Stored>, SculptError> {
-    let (arch, metadata) = (keys.arch, keys.metadata);
-    let size = |key: &str| config[key].as_u64().unwrap_or(0) as usize;
-    let head_dim = size("head_dim");
-    let mut out = HashMap::new();
-    for (name, tensor) in tensors {
-        let plain = || stored(tensor, tensor.shape.clone(), 0, Order::Plain);
-        let top = match name.as_str() {
-            "token_embd.weight" => Some("model.embed_tokens.weight"),
-            "output_norm.weight" => Some("model.norm.weight"),
-            "output.weight" => Some("lm_head.weight"),
-            _ => None,
-        };
-        if let Some(top) = top {
-            out.insert(top.to_owned(), plain());
-            continue;
-        }
-        let Some((layer, part, kind)) = layer_part(name) else {
-            out.insert(name.clone(), plain());
-            continue;
-        };
-        let prefix = format!("model.layers.{layer}");
-        let ffn = format!("{prefix}.{}", arch.ffn);
-        if let Some(&(_, ours)) = PARTS.iter().find(|(theirs, _)| *theirs == part) {
-            let permuted = arch.permuted && matches!(part, "attn_q" | "attn_k");
-            let order = match permuted {
-                true if head_dim == 0 || head_dim % 2 == 1 || !tensor.shape[0].is_multiple_of(head_dim) => {
-                    return Err(
-                        metadata.bad(&keys.key("attention.key_length"), "a part of the queries' width")
-                    );
-                }
-                // A bias lies in one row; its elements are the ones that are permuted.
-                true if tensor.shape.len() == 1 => {
-                    return Err(metadata.bad(name, "no bias where queries are permuted"));
-                }
-                true => Order::Rope { head_dim },
-                false => Order::Plain,
-            };
-            out.insert(format!("{prefix}.{ours}.{kind}"), stored(tensor, tensor.shape.clone(), 0, order));
-            continue;
-        }
-        match (part, tensor.shape.as_slice()) {
-            ("attn_sinks", _) => _ = out.insert(format!("{prefix}.self_attn.sinks"), plain()),
-            ("ffn_gate_inp", _) => _ = out.insert(format!("{ffn}.{}.{kind}", arch.router), plain()),
-            ("ffn_gate_inp_shexp", shape) => {
-                // A row that is written as a vector.
-                let row = vec![1, shape.last().copied().unwrap_or(0)];
-                out.insert(
-                    format!("{ffn}.{}_gate.{kind}", arch.shared),
-                    stored(tensor, row, 0, Order::Plain),
-                );
-            }
-            ("exp_probs_b", _) => {
-                out.insert(format!("{ffn}.gate.e_score_correction_bias"), plain());
-            }
-            ("attn_k_b" | "attn_v_b", _) => {
-                if part == "attn_k_b"
-                    && let Some(pair) = heads(tensor, tensors.get(&format!("blk.{layer}.attn_v_b.weight")))
-                {
-                    out.insert(format!("{prefix}.self_attn.kv_b_proj.weight"), pair);
-                }
-            }
-            _ => {
-                let Some((projection, of)) = feed_forward(part) else {
-                    out.insert(name.clone(), plain());
-                    continue;
-                };
-                let expert_name = |expert: usize| match (arch.name, projection) {
-                    ("llama", "gate") => format!("{ffn}.experts.{expert}.w1.{kind}"),
-                    ("llama", "down") => format!("{ffn}.experts.{expert}.w2.{kind}"),
-                    ("llama", _) => format!("{ffn}.experts.{expert}.w3.{kind}"),
-                    _ => format!("{ffn}.experts.{expert}.{projection}_proj.{kind}"),
-                };
-                match (of, tensor.shape.as_slice()) {
-                    (Of::Dense, _) => _ = out.insert(format!("{ffn}.{projection}_proj.{kind}"), plain()),
-                    (Of::Shared, _) => {
-                        out.insert(format!("{ffn}.{}.{projection}_proj.{kind}", arch.shared), plain());
-                    }
-                    (Of::One(expert), _) => _ = out.insert(expert_name(expert), plain()),
-                    (Of::All, &[n, rows, cols]) => {
-                        let (unit, bytes) = tensor.kind.unit().unwrap_or((1, 1));
-                        let each = (rows * (cols / unit) * bytes) as u64;
-                        for expert in 0..n {
-                            let skip = expert as u64 * each;
-                            let part = stored(tensor, vec![rows, cols], skip, Order::Plain);
-                            out.insert(expert_name(expert), part);
-                        }
-                    }
-                    (Of::All, &[_, _]) if kind == "bias" => {
-                        out.insert(format!("{ffn}.experts.{projection}_proj.bias"), plain());
-                    }
-                    (Of::All, _) => return Err(metadata.bad(name, "a tensor of three dimensions")),
-                }
-            }
-        }
-    }
-    Ok(out)
-}
-
-/// Layer, part and kind ("weight" or "bias") of a name such as `blk.3.attn_q.weight`.
-fn layer_part(name: &str) -> Option<(usize, &str, &str)> {
-    let (layer, rest) = name.strip_prefix("blk.")?.split_once('.')?;
-    let (part, kind) = rest.rsplit_once('.').unwrap_or((rest, "weight"));
-    Some((layer.parse().ok()?, part, kind))
-}
-
-/// Whose feed-forward matrix it is.
-enum Of {
-    Dense,
-    Shared,
-    /// One expert's: files of before the stacks.
-    One(usize),
-    All,
-}
-
-fn feed_forward(part: &str) -> Option<(&str, Of)> {
-    let (projection, rest) = ["gate", "up", "down"].into_iter().find_map(|projection| {
-        let rest = part.strip_prefix("ffn_")?.strip_prefix(projection)?;
-        Some((projection, rest))
-    })?;
-    match rest {
-        "" => Some((projection, Of::Dense)),
-        "_shexp" => Some((projection, Of::Shared)),
-        "_exps" => Some((projection, Of::All)),
-        _ => rest.strip_prefix('.')?.parse().ok().map(|expert| (projection, Of::One(expert))),
-    }
-}
-
-/// Keys and values of latent attention, put together.
-fn heads(k: &Tensor, v: Option<&Tensor>) -> Option<Stored> {
-    let v = v?;
-    let (&[n, cols, keys], &[n_v, values, cols_v]) = (k.shape.as_slice(), v.shape.as_slice()) else {
-        return None;
-    };
-    let leaf = |t: &Tensor| {
-        let at = At { shard: t.shard, offset: t.offset };
-        match t.kind {
-            Type::Float(ty) => Some(Leaf::Float(at, ty)),
-            Type::Blocks(kind) => Some(Leaf::Ggml(at, kind)),
-            Type::Other(_) => None,
-        }
-    };
-    if (n, cols) != (n_v, cols_v) {
-        return None;
-    }
-    let form = Form::Heads(Heads { k: leaf(k)?, v: leaf(v)?, keys, values });
-    let shape = vec![n.checked_mul(keys + values)?, cols];
-    Some(Stored { shape, shard: k.shard, form: Ok(form), order: Order::Plain })
 }

@@ -35,6 +35,8 @@ enum Cut {
 }
 
 const QWEN2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+/// With marks among the letters.
+const QWEN35: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 const GPT_4O: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 const DEEPSEEK_V3: &str = r##"[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"##;
@@ -64,6 +66,14 @@ const PRES: &[Pre] = &[
         begin: false,
     },
     Pre {
+        names: &["qwen35"],
+        normalizer: Some("NFC"),
+        cuts: &[Cut::Regex(QWEN35)],
+        gpt2: false,
+        ignore_merges: false,
+        begin: false,
+    },
+    Pre {
         names: &["llama-bpe", "llama3", "llama-v3"],
         normalizer: None,
         cuts: &[Cut::Regex(LLAMA3)],
@@ -77,6 +87,15 @@ const PRES: &[Pre] = &[
         cuts: &[Cut::Regex(GPT_4O)],
         gpt2: false,
         ignore_merges: true,
+        begin: false,
+    },
+    // By llama.cpp's rules, not by the checkpoint's own file.
+    Pre {
+        names: &["minimax-m2"],
+        normalizer: None,
+        cuts: &[Cut::Regex(GPT_4O)],
+        gpt2: false,
+        ignore_merges: false,
         begin: false,
     },
     Pre {
@@ -104,7 +123,7 @@ const PRES: &[Pre] = &[
         begin: false,
     },
     Pre {
-        names: &["smollm"],
+        names: &["smollm", "starcoder", "refact"],
         normalizer: None,
         cuts: &[Cut::Digits],
         gpt2: true,
