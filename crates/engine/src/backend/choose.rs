@@ -108,7 +108,7 @@ impl Chosen {
         if let Some(device) = &self.gpu {
             let most = gpu::max_chunk(device.facts(), &vault.spec);
             let chunk = request.chunk.unwrap_or(DEVICE_CHUNK).min(most);
-            return PlanRequest { chunk: Some(chunk), ..request.clone() };
+            return PlanRequest { chunk: Some(chunk), whole_windows: true, ..request.clone() };
         }
         let _ = vault;
         request.clone()

@@ -141,6 +141,7 @@ impl Engine {
         )?;
         let phase_meter = Arc::new(PhaseMeter::default());
         let mut kv = KvCache::new(&spec, plan.kv, plan.kv_positions, plan.sessions)?
+            .with_windows(&spec, plan.window_blocks)?
             .with_snapshots(&spec, plan.snapshots);
         let tier = backend.tier();
         let (on_device, all_on_device) = (tier.is_some(), tier.is_some_and(|tier| tier.plan.holds_all()));
