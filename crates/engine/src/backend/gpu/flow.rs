@@ -226,8 +226,9 @@ impl GpuBackend {
 
     /// Records a layer, whatever the router chooses.
     pub(super) fn record_layer(&mut self, layer: usize) {
-        self.record_attention(layer);
         let tokens = self.tokens;
+        let norms = self.layers[layer].ops.moe().is_some_and(|moe| moe.route.norms(tokens));
+        self.record_attention(layer, !norms);
         let step = self.recorder.step();
         match &self.layers[layer].ops {
             LayerOps::Dense(ffn) => ffn.record(step, tokens),
@@ -235,8 +236,9 @@ impl GpuBackend {
                 if !moe.route.makes_logits(tokens) {
                     moe.router.iter().for_each(|product| product.record(step, tokens));
                 }
-                moe.record_shared(step, tokens);
+                // Its input is there then.
                 moe.route.record(step, tokens);
+                moe.record_shared(step, tokens);
                 moe.own.record(step, tokens);
             }
         }

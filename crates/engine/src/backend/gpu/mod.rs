@@ -226,7 +226,8 @@ impl GpuBackend {
         }
     }
 
-    fn record_attention(&mut self, layer: usize) {
+    /// Records a layer's attention, and adds it to the hidden states unless something else does.
+    fn record_attention(&mut self, layer: usize, leaves: bool) {
         let (tokens, visible) = (self.tokens, self.visible);
         let ops = &self.layers[layer];
         let step = self.recorder.step();
@@ -238,7 +239,9 @@ impl GpuBackend {
         ops.rope.record(step, tokens);
         ops.attention.record(step, tokens, ops.window.min(visible), visible);
         ops.o.iter().for_each(|product| product.record(step, tokens));
-        ops.leave.record(step, tokens);
+        if leaves {
+            ops.leave.record(step, tokens);
+        }
         self.pending = Pending::Nothing;
         self.next = layer + 1;
     }
@@ -315,7 +318,7 @@ impl Backend for GpuBackend {
             self.begin_in_earnest();
             self.place(rows, kv);
         }
-        self.record_attention(layer);
+        self.record_attention(layer, true);
         Ok(())
     }
 
