@@ -8,6 +8,7 @@
 //! Experts' products have the CPU's bits where the device's fma is fused ([`Gpu::fused_fma`]), so it does not
 //! matter which of the two computes an expert; attention and norms sum in an order of their own.
 
+mod begun;
 mod build;
 mod flow;
 mod measure;
