@@ -20,8 +20,8 @@ use smoe_format::{Encoding, Uniform, Zero};
 use smoe_gpu::{
     Angles, Argmax, Attention, AttentionHeads, AttentionOutputs, AttentionScratch, CodedPlane, Columns,
     Delta, Embed, FloatMatmul, Gpu, Halt, KV_BLOCK, KvFormat, KvLayout, MixNorm, NormOutputs, Projections,
-    QkNorm, RopeAppend, RopePairs, Route, RouteInputs, RouteOutputs, Rows, Shared, Slice, Step, Weights,
-    WorkList,
+    QkNorm, RopeAppend, RopePairs, Route, RouteInputs, RouteOutputs, RouterNorm, Rows, Shared, Slice, Step,
+    Weights, WorkList,
 };
 use smoe_kernels::{Kernels, KvBlocks, KvPlane, KvType, RopeStyle, sigmoid, top_k};
 

@@ -63,6 +63,7 @@ fn check_route(gpu: &Gpu, moe: &MoeSpec, tokens: usize, biased: bool, logits: &[
         bias: biased.then_some(&bias_slice),
         correction: biased.then_some(&correction_slice),
         router: None,
+        norm: None,
         slots: &words(gpu, &slots),
     };
     let outputs = RouteOutputs { ids: &ids, weights: &weights, list: &list, seen: None };
@@ -116,7 +117,8 @@ fn a_halt_leaves_everything_behind_it_as_it_was() {
     let list = WorkList { entries: stale(gpu, 4 + 4 * n), pairs: stale(gpu, n), tokens, top_k: moe.top_k };
     let seen = stale(gpu, 5 * tokens * moe.n_experts);
     let halt = Halt { words: &weights, at: n };
-    let inputs = RouteInputs { logits: &plane, bias: None, correction: None, router: None, slots: &slots };
+    let inputs =
+        RouteInputs { logits: &plane, bias: None, correction: None, router: None, norm: None, slots: &slots };
     let outputs = RouteOutputs { ids: &ids, weights: &weights, list: &list, seen: Some((&seen, 3)) };
     let route = Route::halting(gpu, tokens, &moe, inputs, outputs, Some((halt, 7.0))).unwrap();
 
@@ -219,7 +221,8 @@ fn routed(
         let list =
             WorkList { entries: stale(gpu, 4 + 4 * top_k), pairs: stale(gpu, top_k), tokens: 1, top_k };
         let slots = words(gpu, &some);
-        let inputs = RouteInputs { logits: &logits, bias, correction: bias, router, slots: &slots };
+        let inputs =
+            RouteInputs { logits: &logits, bias, correction: bias, router, norm: None, slots: &slots };
         let places = RouteOutputs { ids: &ids, weights: &shares, list: &list, seen: Some((&seen, 0)) };
         let halt = Halt { words: &shares, at: top_k };
         let route = Route::halting(gpu, 1, moe, inputs, places, Some((halt, 3.0))).unwrap();
@@ -275,6 +278,110 @@ fn a_router_that_makes_its_logits_chooses_as_two_kernels_do() {
         let [_, shares, ..] = &routed(gpu, &moe, &weights, &x, biased.then_some(&bias))[0];
         assert!(shares[..moe.top_k].iter().all(|&share| f32::from_bits(share).is_nan()), "{shares:?}");
     }
+}
+
+#[test]
+fn a_router_that_makes_its_input_does_what_norm_and_router_do() {
+    let Some(gpu) = gpu() else { return };
+    let mut random = Random(78);
+    let (mut made, mut halted) = (0, 0);
+    for (moe, cols, group, biased) in [
+        (moe(128, 8, true), 2048, Some(64), false),
+        (moe(60, 4, false), 104, Some(32), true),
+        (moe(16, 2, true), 512, None, true),
+        (MoeSpec { router: RouterKind::Sigmoid, ..moe(7, 2, true) }, 40, Some(64), false),
+    ] {
+        let n_experts = moe.n_experts;
+        let bytes: Vec<u8> = random.values(n_experts * cols).into_iter().flat_map(f32::to_le_bytes).collect();
+        let matrix = Weights::new(upload(gpu, &bytes), n_experts, cols, Encoding::F32);
+        let (weight, bias) = (floats(gpu, &random.values(cols)), floats(gpu, &random.values(cols)));
+        let (hidden, added) = (random.values(cols), floats(gpu, &random.values(cols)));
+        let bias = biased.then_some(&bias);
+        let some: Vec<u32> =
+            (0..n_experts as u32).map(|e| if e % 3 == 1 { WorkList::ABSENT } else { e }).collect();
+        let slots = words(gpu, &some);
+        // Apart, and in one; going on, and behind a halt.
+        let [apart, one] = [false, true].map(|fused| {
+            let (eps, residual) = (1e-5, 0.5);
+            let hidden = floats(gpu, &hidden);
+            let normed = stale(gpu, cols);
+            let plane = group.map(|group| {
+                let plane = CodedPlane::new(gpu, 1, cols, group).unwrap();
+                let stales = |slice: &Slice| gpu.write(slice, 0, &vec![0xa5; slice.len() as usize]);
+                stales(&plane.codes);
+                stales(&plane.cells);
+                plane
+            });
+            let planes: Vec<&CodedPlane> = plane.iter().collect();
+            let (logits, seen) = (stale(gpu, n_experts), stale(gpu, n_experts));
+            let (ids, shares) = (stale(gpu, moe.top_k), floats(gpu, &vec![0.0; moe.top_k + 1]));
+            let list = WorkList {
+                entries: stale(gpu, 4 + 4 * moe.top_k),
+                pairs: stale(gpu, moe.top_k),
+                tokens: 1,
+                top_k: moe.top_k,
+            };
+            let halt = Halt { words: &shares, at: moe.top_k };
+            let norm = RouterNorm {
+                hidden: &hidden,
+                weight: &weight,
+                added: &added,
+                bias,
+                eps,
+                residual,
+                coded: plane.as_ref(),
+            };
+            let inputs = RouteInputs {
+                logits: &logits,
+                bias: None,
+                correction: None,
+                router: Some((&matrix, &normed)),
+                norm: fused.then_some(norm),
+                slots: &slots,
+            };
+            let outputs = RouteOutputs { ids: &ids, weights: &shares, list: &list, seen: Some((&seen, 0)) };
+            let route = Route::halting(gpu, 1, &moe, inputs, outputs, Some((halt, 5.0))).unwrap();
+            made += usize::from(route.norms(1));
+            let outputs = NormOutputs { plane: Some(&normed), coded: &planes };
+            let delta = Delta::Plane(&added, bias);
+            let mix = MixNorm::halting(gpu, 1, cols, eps, &hidden, &weight, delta, None, outputs, Some(halt))
+                .unwrap();
+            let mix = mix.scaled(residual);
+            let product =
+                FloatMatmul::new(gpu, &matrix, &normed, 1, &Columns::whole(logits.clone(), n_experts))
+                    .unwrap();
+            (0..2)
+                .map(|_| {
+                    run(gpu, |step| {
+                        if !route.norms(1) {
+                            mix.record(step, 1);
+                        }
+                        if !route.makes_logits(1) {
+                            product.record(step, 1);
+                        }
+                        route.record(step, 1);
+                    });
+                    let mut all = [&hidden, &normed, &ids, &shares, &list.entries, &list.pairs]
+                        .map(|slice| read_words(gpu, slice))
+                        .to_vec();
+                    all.extend(
+                        plane
+                            .iter()
+                            .flat_map(|plane| [&plane.codes, &plane.cells].map(|s| read_words(gpu, s))),
+                    );
+                    all
+                })
+                .collect::<Vec<_>>()
+        });
+        assert_eq!(apart, one, "{moe:?}, {cols} columns");
+        // The second one stands behind a halt, if the first has set it.
+        let missing = one[0][2].iter().any(|&expert| expert % 3 == 1);
+        assert_eq!(f32::from_bits(one[0][3][moe.top_k]), if missing { 5.0 } else { 0.0 }, "{moe:?}");
+        assert_eq!(one[0][0] == one[1][0], missing, "hidden states behind a halt");
+        halted += usize::from(missing);
+    }
+    assert!((made == 4 || made == 0) && halted > 0, "{made}, {halted}");
+    eprintln!("{made} of 4 in one kernel");
 }
 
 #[test]
