@@ -13,7 +13,8 @@ use std::io::{self, IsTerminal};
 use std::path::Path;
 use std::time::Instant;
 
-use smoe_engine::{DeviceChoice, Engine, EngineOptions, forecast};
+use smoe_engine::forecast::WeightsRate;
+use smoe_engine::{DeviceChoice, Engine, EngineOptions};
 
 use crate::args::BenchArgs;
 use crate::failure::Failure;
@@ -75,18 +76,24 @@ fn vault(args: &BenchArgs, path: &Path) -> Result<Record, Failure> {
     let open_s = started.elapsed().as_secs_f64();
     let spinner = progress::spinner("measuring the machine's ceilings");
     // While the ring is not touched its memory is there for others. Of what a disk adds a forecast knows nothing.
-    let forecast = if engine.holds_all() {
-        let (plan, kernels) = (engine.plan(), smoe_engine::kernels(options.kernels.as_deref())?);
-        let rate = forecast::weights_rate(&vault, kernels, plan.threads, plan.ring_bytes());
-        Some(engine.forecast(&vault, rate)?)
-    } else {
-        None
+    let mut weights = match engine.holds_all() {
+        true => {
+            let (plan, kernels) = (engine.plan(), engine.kernels());
+            WeightsRate::new(&vault, kernels, plan.threads, plan.ring_bytes())
+        }
+        false => None,
     };
+    weights.iter_mut().for_each(WeightsRate::time);
+    let rates = engine.measure_device()?;
     let costs = engine.device_costs()?;
+    weights.iter_mut().for_each(WeightsRate::time);
+    let rate = weights.as_ref().map_or(f64::NAN, WeightsRate::median);
+    let weights_rates = weights.map_or(Vec::new(), |weights| weights.rates().to_vec());
+    let forecast = engine.holds_all().then(|| engine.forecast(&vault, rate, rates));
     let ceilings = Ceilings::measure(&vault, &mut engine);
     spinner.finish_and_clear();
     let mut ceilings = ceilings?;
-    let mut facts = Facts { open_s, forecast, costs, ..Facts::default() };
+    let mut facts = Facts { open_s, weights_rates, forecast, costs, ..Facts::default() };
     let started = Instant::now();
     let before = engine.store_snapshot();
     model::preload(&mut engine)?;
@@ -101,13 +108,15 @@ fn vault(args: &BenchArgs, path: &Path) -> Result<Record, Failure> {
         clients::run(&mut bench, &mut ceilings, &vault, &counts, runs, &mut record)?;
         return Ok(record);
     }
+    let tell = |what: &str| {
+        if io::stderr().is_terminal() {
+            eprint!("\r\x1b[K{what}");
+        }
+    };
     for run in 0..runs {
-        bench.run(&mut ceilings, &|what| {
-            if io::stderr().is_terminal() {
-                eprint!("\r\x1b[Krun {} of {runs}: {what}", run + 1);
-            }
-        })?;
+        bench.run(&mut ceilings, &|what| tell(&format!("run {} of {runs}: {what}", run + 1)))?;
     }
+    bench.greedy(&tell)?;
     if io::stderr().is_terminal() {
         eprint!("\r\x1b[K");
     }

@@ -139,12 +139,7 @@ fn read_text(args: &CalibrateArgs, model: &ModelText, longest: usize) -> Result<
     let mut documents = Vec::new();
     for document in corpus.documents(model) {
         let crate::corpus::Document { tokens, scored, .. } = document?;
-        // A token's inputs count if what follows it is scored.
-        let mut counted = scored;
-        counted.rotate_left(1);
-        if let Some(last) = counted.last_mut() {
-            *last = false;
-        }
+        let Document { tokens, counted } = Document::predicting(tokens, scored);
         for (tokens, counted) in tokens.chunks(longest).zip(counted.chunks(longest)) {
             let n = tokens.len().min(left);
             left -= n;

@@ -178,6 +178,9 @@ fn print_facts(vault: &Vault, facts: &Value) -> Result<(), Failure> {
     match vault.experts.manifest() {
         Some(manifest) => {
             say!("source     {}: {}", manifest.source.fingerprint, manifest.source.settings);
+            if let Some(what) = smoe_sculpt::earlier_codes(&manifest.source.settings) {
+                say!("           {what}");
+            }
             for file in &manifest.files {
                 say!("file       {} ({}, crc32c {})", file.name, Bytes(file.bytes), file.crc32c);
             }

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 use smoe_engine::ceiling::{self, EntropyCeiling};
+use smoe_engine::kv::BLOCK;
 use smoe_engine::memory::MemoryFacts;
 use smoe_engine::plan::{Bytes, Plan};
 use smoe_engine::{DirectIo, OpenMode, Vault, plan_vault};
@@ -35,6 +36,7 @@ pub fn plan(args: &PlanArgs) -> Result<(), Failure> {
             "budget_bytes": plan.budget_bytes,
             "backbone_bytes": plan.backbone_bytes,
             "kv_bytes": plan.kv_bytes,
+            "window_positions": plan.window_blocks * BLOCK,
             "state_bytes": plan.state_bytes,
             "snapshots": plan.snapshots,
             "activation_bytes": plan.activation_bytes,
@@ -66,7 +68,11 @@ pub fn plan(args: &PlanArgs) -> Result<(), Failure> {
     row("may use", plan.budget_bytes, limit)?;
     row("backbone", plan.backbone_bytes, "resident".to_owned())?;
     let kv = format!("{:?}", plan.kv).to_lowercase();
-    row("KV cache", plan.kv_bytes, format!("{} positions in {kv}", plan.context))?;
+    let windows = match plan.window_blocks * BLOCK {
+        0 => String::new(),
+        positions => format!(", {positions} of them where layers see a window"),
+    };
+    row("KV cache", plan.kv_bytes, format!("{} positions in {kv}{windows}", plan.context))?;
     if plan.state_bytes > 0 {
         let note = format!("linear attention: 2 a session, {} snapshots to go back to", plan.snapshots);
         row("states", plan.state_bytes, note)?;

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use smoe_hub::{HubError, Options, Pull};
-use smoe_sculpt::{Levels, Outcome, Settings, small_files};
+use smoe_sculpt::{Checkpoint, Outcome, small_files};
 
 use crate::args::PullArgs;
 use crate::failure::Failure;
@@ -17,6 +17,13 @@ const EXAMPLES: usize = 12;
 
 /// Runs the command.
 pub fn pull(args: &PullArgs) -> Result<(), Failure> {
+    for (flag, given) in [("--validate", args.validate), ("--measure-error", args.measure_error)] {
+        if given {
+            let what =
+                "needs the whole checkpoint, of which pull never has all: download it and use `smoe sculpt`";
+            return Err(Failure::Usage(format!("{flag} {what}")));
+        }
+    }
     let name = args.repo.rsplit('/').next().unwrap_or_default();
     let vault = args.vault.clone().unwrap_or_else(|| PathBuf::from(name));
     let dir = arrivals(&vault)?;
@@ -37,8 +44,9 @@ pub fn pull(args: &PullArgs) -> Result<(), Failure> {
     spinner.finish_and_clear();
     let (pull, checkpoint) = found?;
 
-    // Fitted levels need weights that are not there yet.
-    let settings = Settings { levels: Levels::Uniform, ..args.how.settings(false) };
+    // Whatever is wrong with it is for the sculpt to say.
+    let is_coded = Checkpoint::open_of(&checkpoint, None, &pull).is_ok_and(|found| found.is_coded());
+    let settings = args.how.settings(is_coded);
     let flag = interrupt::flag();
     if args.how.dry_run {
         let dry = smoe_sculpt::dry_run_of(&checkpoint, &pull, Some(&vault), &settings, flag);

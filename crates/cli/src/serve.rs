@@ -5,7 +5,6 @@ use std::pin::pin;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use smoe_engine::kv::{BLOCK, KvCache};
 use smoe_engine::{KvType, SchedulerOptions, SpillConfig, Vault};
 use smoe_serve::fleet::{Fleet, LoaderConfig};
 use smoe_serve::{Config, Server, start_engine};
@@ -32,8 +31,7 @@ pub fn serve(args: &ServeArgs) -> Result<(), Failure> {
         let spills = directory.is_some();
         let kv = options.plan.kv.unwrap_or(KvType::F16);
         move |vault: &Vault| {
-            let block = KvCache::bytes(&vault.spec, kv, BLOCK);
-            model::text_bytes(vault) + if spills { SpillConfig::memory_bytes(block) } else { 0 }
+            model::text_bytes(vault) + if spills { SpillConfig::memory_bytes(&vault.spec, kv) } else { 0 }
         }
     };
     let scheduler = {

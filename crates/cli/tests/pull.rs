@@ -49,6 +49,39 @@ fn a_repository_becomes_the_vault_that_sculpt_makes_of_its_files() {
     assert!(!at(".Tiny-MoE.download").exists());
 }
 
+/// Budgets, entropy codes and error feedback, the statistics from a vault that was pulled before.
+#[test]
+fn low_bits_are_those_of_sculpt() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    write_checkpoint(&at("checkpoint"), 2, 4, 2);
+    let hub = Hub::new(&at("checkpoint"), |_| None);
+    let run = |args: &[&str]| {
+        let output = smoe(dir.path(), &hub.endpoint, args);
+        assert!(output.status.success(), "{args:?}: {}", stderr(&output));
+        stderr(&output)
+    };
+    run(&["pull", REPO, "eight", "--bits", "8"]);
+    std::fs::write(at("text"), "what the experts see ".repeat(40)).unwrap();
+    run(&["calibrate", "eight", "--text", "text", "-o", "stats"]);
+    for (name, how) in [
+        ("usual", &[][..]),
+        ("budget", &["--bpw", "3.6"]),
+        ("coded", &["--entropy"]),
+        ("fed", &["--entropy", "--bpw", "2.5", "--calibration", "stats"]),
+    ] {
+        let expected = format!("{name}-expected");
+        run(&[&["sculpt", "checkpoint", &expected], how].concat());
+        run(&[&["pull", REPO, name], how].concat());
+        assert_eq!(files(&at(name)), files(&at(&expected)), "{name}");
+    }
+    for flag in ["--validate", "--measure-error"] {
+        let output = smoe(dir.path(), &hub.endpoint, &["pull", REPO, "no", flag]);
+        assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));
+        assert!(stderr(&output).contains("needs the whole checkpoint"), "{}", stderr(&output));
+    }
+}
+
 #[test]
 fn what_is_not_there_is_explained_with_an_exit_code() {
     let dir = tempfile::tempdir().unwrap();

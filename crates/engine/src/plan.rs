@@ -53,6 +53,8 @@ pub struct PlanRequest {
     /// Positions of the KV cache, in contexts: sessions share them, and what earlier ones computed. 0: as many as
     /// sessions.
     pub kv_contexts: usize,
+    /// Layers that see a window keep all positions too: for a device, which has one pool of blocks.
+    pub whole_windows: bool,
     /// Bytes that the caller holds besides the engine: a tokeniser, planes of its own.
     pub reserved: u64,
 }
@@ -94,6 +96,9 @@ pub struct Plan {
     pub sessions: usize,
     /// Positions of the KV cache, in all.
     pub kv_positions: usize,
+    /// Blocks of the KV cache for layers that see a window, which keep no more than windows; 0 if none does, or they keep
+    /// all positions.
+    pub window_blocks: usize,
     /// Snapshots of states, to which conversations can go back.
     pub snapshots: usize,
 }
@@ -180,7 +185,13 @@ impl Plan {
         let snapshots = (budget_bytes / SNAPSHOT_SHARE).checked_div(state).unwrap_or(0) as usize;
         let snapshots = if state > 0 { snapshots.clamp(sessions, MAX_SNAPSHOTS * sessions) } else { 0 };
         let state_bytes = state * (2 * sessions + snapshots) as u64;
-        let kv_bytes = |context: usize| KvCache::bytes(spec, kv_type, context * kv_contexts);
+        let window_blocks = |chunk: usize, context: usize| {
+            let blocks = kv::window_blocks(spec, context * kv_contexts, sessions, chunk);
+            if request.whole_windows { 0 } else { blocks }
+        };
+        let kv_bytes = |chunk: usize, context: usize| {
+            KvCache::windowed_bytes(spec, kv_type, context * kv_contexts, window_blocks(chunk, context))
+        };
         let activation_bytes = |chunk: usize, context: usize| {
             let per_session = Sampler::bytes(spec.vocab_size) + 4 * spec.vocab_size as u64;
             CpuBackend::activation_bytes(spec, subject.groups, kv_type, chunk, context, threads)
@@ -191,7 +202,7 @@ impl Plan {
             subject.backbone_bytes
                 + fixed_bytes
                 + request.reserved
-                + kv_bytes(context)
+                + kv_bytes(chunk, context)
                 + state_bytes
                 + activation_bytes(chunk, context)
         };
@@ -242,7 +253,7 @@ impl Plan {
         Ok(Self {
             budget_bytes,
             backbone_bytes: subject.backbone_bytes,
-            kv_bytes: kv_bytes(context),
+            kv_bytes: kv_bytes(chunk, context),
             state_bytes,
             activation_bytes: activation_bytes(chunk, context),
             fixed_bytes,
@@ -257,6 +268,7 @@ impl Plan {
             kv: kv_type,
             sessions,
             kv_positions: context * kv_contexts,
+            window_blocks: window_blocks(chunk, context),
             snapshots,
         })
     }

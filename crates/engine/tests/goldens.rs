@@ -147,14 +147,13 @@ fn the_norms_of_latents_and_of_the_indexer_have_epsilons_of_their_own() {
         |spec: &ModelSpec| largest_difference(&got.logits, &forward(spec, &weights, &prompt).logits);
     assert!(difference(&spec) < EXACT, "{}", difference(&spec));
     // Each shows: another norm's in its place gives another answer.
-    let swaps: [(&str, &dyn Fn(&mut ModelSpec)); 3] = [
-        ("a layer's", &|spec| spec.rms_norm_eps = latent),
-        ("a latent's", &|spec| spec.attention.latent.as_mut().unwrap().norm_eps = layer),
-        ("the indexer's", &|spec| spec.attention.indexer.as_mut().unwrap().norm_eps = layer),
-    ];
-    for (whose, swap) in swaps {
+    for whose in ["a layer's", "a latent's", "the indexer's"] {
         let mut other = spec.clone();
-        swap(&mut other);
+        match whose {
+            "a layer's" => other.rms_norm_eps = latent,
+            "a latent's" => other.attention.latent.as_mut().unwrap().norm_eps = layer,
+            _ => other.attention.indexer.as_mut().unwrap().norm_eps = layer,
+        }
         assert!(difference(&other) > 100.0 * EXACT, "{whose} epsilon shows by {}", difference(&other));
     }
 }

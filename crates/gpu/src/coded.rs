@@ -223,11 +223,12 @@ impl Cut {
         chains
     }
 
-    /// coded.wgsl, for workgroups of so many blocks: its constants and its text.
+    /// coded.wgsl, for workgroups of so many blocks of so many groups: its constants and its text.
     pub(crate) fn core(
         self,
         encoding: Encoding,
         blocks: u32,
+        groups: usize,
         repeated: Repeated,
     ) -> (Vec<(&'static str, u32)>, String) {
         let Some(uniform) = encoding.tiles() else { panic!("{encoding} weights have no codes") };
@@ -243,6 +244,7 @@ impl Cut {
             ("SLOTS", self.slots),
             ("CHAINS", chains),
             ("HELD", u32::from(held > 0)),
+            ("ONE_ROUND", u32::from(blocks as usize * groups <= self.slots as usize)),
         ]);
         let operand = match self.own {
             None => include_str!("wgsl/coded_plane.wgsl").to_owned(),
@@ -329,7 +331,7 @@ impl CodedOp {
         let (rows, cols) = shape;
         let groups = encoding.tiles().map_or(0, |tiles| tiles.groups(cols));
         let blocks = cut.blocks(groups, rows.div_ceil(ROWS), times);
-        let (mut constants, core) = cut.core(encoding, blocks, Repeated::on(gpu)?);
+        let (mut constants, core) = cut.core(encoding, blocks, groups, Repeated::on(gpu)?);
         constants.extend_from_slice(extra);
         let mut texts = vec![&core[..]];
         texts.extend_from_slice(parts);

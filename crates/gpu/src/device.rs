@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
-use crate::shader::Kernel;
+use crate::shader::{Access, Kernel, Layouts};
 use crate::{GpuError, import};
 
 /// What kind of device it is.
@@ -207,6 +207,7 @@ pub struct Gpu {
     fault: Mutex<Option<(usize, Fault)>>,
     pub(crate) fused: OnceLock<bool>,
     pub(crate) kernels: Mutex<HashMap<String, Arc<Kernel>>>,
+    pub(crate) layouts: Mutex<HashMap<Vec<Access>, Layouts>>,
 }
 
 impl std::fmt::Debug for Gpu {
@@ -274,6 +275,7 @@ impl Gpu {
             fault: Mutex::default(),
             fused: OnceLock::new(),
             kernels: Mutex::default(),
+            layouts: Mutex::default(),
         })
     }
 

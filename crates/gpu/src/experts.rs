@@ -297,7 +297,7 @@ impl GateUp {
             .map(|pass| {
                 let cut = Cut::new(gpu, uniform, pass, Tuning::of_pair(2 * part as usize * groups, pass));
                 assert!(cut.slots >= 2 * part, "{cut:?} for {part} blocks");
-                let (mut constants, core) = cut.core(encoding, 2 * part, Repeated::on(gpu)?);
+                let (mut constants, core) = cut.core(encoding, 2 * part, groups, Repeated::on(gpu)?);
                 constants.extend([
                     ("GROUP", down.group() as u32),
                     ("TEAM", gpu.team(down.group()) as u32),
@@ -324,7 +324,7 @@ impl GateUp {
             Hidden::Coded(_, Lone { values, post }) if layout.is_lone(gpu, list.top_k) => {
                 let all = 2 * layout.d_expert().div_ceil(ROWS) * TIMES;
                 let cut = Cut::new(gpu, uniform, 1, Tuning::of(all, groups, 1));
-                let (mut constants, core) = cut.core(encoding, 1, Repeated::on(gpu)?);
+                let (mut constants, core) = cut.core(encoding, 1, groups, Repeated::on(gpu)?);
                 constants.extend([("GROUP", 64), ("TEAM", 4), ("TOP_K", list.top_k as u32), ("LIST", 3)]);
                 let parts = [QUANTISE, &core, LIST, GLU, include_str!("wgsl/experts_gate_up_lone.wgsl")];
                 let kernel = gpu.kernel(&Shader {

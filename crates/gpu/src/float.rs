@@ -11,6 +11,15 @@ pub(crate) const THREADS: u32 = 256;
 /// Rows below which whole workgroups share one: there are too few to fill a device otherwise.
 const FEW_ROWS: usize = 1024;
 
+/// Where a float product's operand lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Operand {
+    /// In an f32 plane, the second binding.
+    Plane,
+    /// In shared memory: one row, which the workgroup makes while its first weights are on their way.
+    Own,
+}
+
 /// How a float product is cut: lanes that share rows, and rows that they share.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct FloatCut {
@@ -42,9 +51,9 @@ impl FloatCut {
         buffers: &[&Slice],
     ) -> Result<Op, GpuError> {
         let mut constants = vec![("TOKENS", pass), ("THREADS", THREADS)];
-        constants.extend(self.constants(matrix.0));
+        constants.extend(self.constants(matrix.0, Operand::Plane));
         constants.extend_from_slice(extra);
-        let core = self.core(gpu, matrix.1, pass)?;
+        let core = self.core(gpu, matrix.1, pass, Operand::Plane)?;
         let mut texts = vec![&core[..]];
         texts.extend_from_slice(parts);
         let mut all = vec![Access::Read; 2];
@@ -55,23 +64,36 @@ impl FloatCut {
     }
 
     /// What float.wgsl needs to know besides tokens and threads.
-    pub(crate) fn constants(self, encoding: Encoding) -> [(&'static str, u32); 3] {
+    pub(crate) fn constants(self, encoding: Encoding, operand: Operand) -> [(&'static str, u32); 4] {
         let kind = match encoding {
             Encoding::F32 => 0,
             Encoding::F16 => 1,
             Encoding::Bf16 => 2,
             Encoding::Uniform(_) | Encoding::Table(_) => panic!("{encoding} weights are not floats"),
         };
-        [("KIND", kind), ("LANES", self.lanes), ("ROWS", self.rows)]
+        let first = u32::from(operand == Operand::Own);
+        [("KIND", kind), ("LANES", self.lanes), ("ROWS", self.rows), ("FIRST", first)]
+    }
+
+    /// Whether a workgroup is one row's.
+    pub(crate) const fn is_one_row(self) -> bool {
+        self.lanes == THREADS && self.rows == 1
     }
 
     /// float.wgsl, for rows of `cols` columns and `pass` tokens: its text.
-    pub(crate) fn core(self, gpu: &Gpu, cols: usize, pass: u32) -> Result<String, GpuError> {
-        let rows = if cols.is_multiple_of(8) {
-            include_str!("wgsl/float_wide.wgsl")
+    pub(crate) fn core(
+        self,
+        gpu: &Gpu,
+        cols: usize,
+        pass: u32,
+        operand: Operand,
+    ) -> Result<String, GpuError> {
+        let (rows, x) = if cols.is_multiple_of(8) {
+            (include_str!("wgsl/float_wide.wgsl"), include_str!("wgsl/float_wide_x.wgsl"))
         } else {
-            include_str!("wgsl/float_odd.wgsl")
+            (include_str!("wgsl/float_odd.wgsl"), include_str!("wgsl/float_odd_x.wgsl"))
         };
+        let x = if operand == Operand::Own { include_str!("wgsl/float_own_x.wgsl") } else { x };
         let sums = "sums: ptr<function, Sums>";
         let add =
             format!("add_tokens(job: ptr<function, Job>, {sums}, w: ptr<function, Weights>, eight: u32)");
@@ -79,6 +101,7 @@ impl FloatCut {
         Ok([
             include_str!("wgsl/float.wgsl").to_owned(),
             rows.to_owned(),
+            x.to_owned(),
             repeated.tokens(&add, pass, |t| format!("add_token(job, sums, w, eight, {t});")),
             repeated.calls(&format!("join_tokens({sums}, lane: u32)"), pass, |t| {
                 format!("join_token(sums, lane, {t});")

@@ -41,7 +41,7 @@ pub use norm::{Delta, Embed, Halt, MixNorm, NormOutputs, Shared};
 pub use plane::CodedPlane;
 pub use quantise::Quantise;
 pub use rope::{Angles, KV_BLOCK, KvFormat, KvLayout, Projections, QkNorm, RopeAppend, RopePairs, Rows};
-pub use route::{Argmax, Route, RouteInputs, RouteOutputs};
+pub use route::{Argmax, Route, RouteInputs, RouteOutputs, RouterNorm};
 pub use shader::{Access, Kernel, Op, Shader};
 pub use step::{Readback, Recorded, Step, Submitted};
 pub use work::WorkList;

@@ -12,7 +12,8 @@ use crate::{CodedPlane, Gpu, GpuError, Quantise, Slice, Step};
 
 const FLOAT: &str = concat!(include_str!("wgsl/exp.wgsl"), include_str!("wgsl/norm_float.wgsl"));
 const STORE_CODES: &str = include_str!("wgsl/norm_codes.wgsl");
-const NORM: &str = include_str!("wgsl/norm.wgsl");
+const NORM: &str = concat!(include_str!("wgsl/norm_row.wgsl"), include_str!("wgsl/norm.wgsl"));
+pub(crate) const NORM_ROW: &str = include_str!("wgsl/norm_row.wgsl");
 const EMBED: &str = include_str!("wgsl/norm_embed.wgsl");
 
 /// Storage buffers that every device binds at once.
@@ -207,7 +208,7 @@ impl Delta<'_> {
 }
 
 /// Declares what a delta reads, and the function that makes it.
-fn add_delta<'a>(draft: Draft<'a>, delta: Delta<'a>, d: usize) -> Draft<'a> {
+pub(crate) fn add_delta<'a>(draft: Draft<'a>, delta: Delta<'a>, d: usize) -> Draft<'a> {
     const HEAD: &str = "fn delta(token: u32, chunk: u32) -> vec4<f32> {\n";
     match delta {
         Delta::None => draft.text(HEAD).text("return vec4(0.0);\n}\n"),
@@ -216,9 +217,9 @@ fn add_delta<'a>(draft: Draft<'a>, delta: Delta<'a>, d: usize) -> Draft<'a> {
             match bias {
                 None => draft.text(HEAD).text("return load_added(token, chunk);\n}\n"),
                 Some(bias) => draft
-                    .plane("bias", d, Access::Read, bias)
+                    .plane("added_bias", d, Access::Read, bias)
                     .text(HEAD)
-                    .text("return load_added(token, chunk) + load_bias(0u, chunk);\n}\n"),
+                    .text("return load_added(token, chunk) + load_added_bias(0u, chunk);\n}\n"),
             }
         }
         Delta::Experts { outputs, weights, top_k, shared } => {
@@ -269,6 +270,52 @@ pub struct NormOutputs<'a> {
     pub plane: Option<&'a Slice>,
     /// As int8, one per group size.
     pub coded: &'a [&'a CodedPlane],
+}
+
+/// How a row is cut for the lanes of a workgroup.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct NormCut {
+    d: usize,
+    group: usize,
+    team: usize,
+    groups: usize,
+    pub(crate) threads: usize,
+    rounds: usize,
+}
+
+impl NormCut {
+    /// Of `d` values, in groups of `group` if it is quantised, by `threads` threads or as many as it likes.
+    ///
+    /// # Panics
+    /// If there are none, or too many for registers.
+    pub(crate) fn new(gpu: &Gpu, d: usize, group: Option<usize>, threads: Option<usize>) -> Self {
+        let group = group.unwrap_or(64);
+        let team = gpu.team(group);
+        let groups = d.div_ceil(group);
+        let as_wide = (team * groups).next_multiple_of(64).clamp(64, gpu.most_threads());
+        let threads = threads.unwrap_or(as_wide);
+        let rounds = groups.div_ceil(threads / team);
+        let cut = Self { d, group, team, groups, threads, rounds };
+        assert!(d > 0 && cut.held() <= HELD, "a norm of {d} values");
+        cut
+    }
+
+    /// Vectors that a lane holds.
+    const fn held(self) -> usize {
+        self.rounds * self.group / (4 * self.team)
+    }
+
+    /// What norm_row.wgsl needs to know of it.
+    pub(crate) fn draft(self, draft: Draft<'_>) -> Draft<'_> {
+        let held = self.held();
+        draft
+            .float(self.group, self.team)
+            .constant("D", self.d)
+            .constant("D_GROUPS", self.groups)
+            .constant("THREADS", self.threads)
+            .constant("ROUNDS", self.rounds)
+            .constant("AHEAD", if held <= AHEAD { held } else { 1 })
+    }
 }
 
 /// Adds to the hidden states and norms them: `hidden[t] += delta[t]`, then
@@ -353,21 +400,9 @@ impl MixNorm {
         let fused = coded.first().filter(|_| bound + 2 <= BINDINGS);
         let rest = &coded[usize::from(fused.is_some())..];
         assert!(plane.is_some() || rest.is_empty(), "several int8 planes need the f32 plane");
-        let group = fused.map_or(64, |coded| coded.group);
-        let team = gpu.team(group);
-        let groups = d.div_ceil(group);
-        let threads = (team * groups).next_multiple_of(64).clamp(64, gpu.most_threads());
-        let rounds = groups.div_ceil(threads / team);
-        let held = rounds * group / (4 * team);
-        assert!(d > 0 && held <= HELD, "a norm of {d} values");
-
-        let mut draft = Draft::default()
-            .float(group, team)
-            .constant("D", d)
-            .constant("GROUPS", groups)
-            .constant("THREADS", threads)
-            .constant("ROUNDS", rounds)
-            .constant("AHEAD", if held <= AHEAD { held } else { 1 })
+        let cut = NormCut::new(gpu, d, fused.map(|coded| coded.group), None);
+        let mut draft = cut
+            .draft(Draft::default())
             .flag("NORMED", plane.is_some())
             .flag("CODED", fused.is_some())
             .flag("CHANGED", !matches!(delta, Delta::None))

@@ -2,16 +2,20 @@
 
 use smoe_format::spec::{GroupScore, MoeSpec, RouterKind};
 
-use crate::float::{self, FloatCut};
-use crate::norm::{Draft, Halt, demand};
+use crate::float::{self, FloatCut, Operand};
+use crate::norm::{Delta, Draft, Halt, NORM_ROW, NormCut, add_delta, demand, demand_coded};
 use crate::quantise::assert_plane;
 use crate::shader::{Access, Op};
-use crate::{Gpu, GpuError, Slice, Step, Weights, WorkList};
+use crate::{CodedPlane, Gpu, GpuError, Slice, Step, Weights, WorkList};
 
 const ROUTE: &str = include_str!("wgsl/route.wgsl");
 const ONE: &str = include_str!("wgsl/route_one.wgsl");
 const ALONE: &str = include_str!("wgsl/route_alone.wgsl");
 const ROUTER: &str = include_str!("wgsl/route_router.wgsl");
+const PLAIN: &str = include_str!("wgsl/route_plain.wgsl");
+const NORMED: &str = include_str!("wgsl/route_norm.wgsl");
+/// Bytes that workgroups share besides a row of their own: what ranking takes, and sums.
+const SHARED: usize = 8 << 10;
 /// A logit that is not there yet.
 const EMPTY: u32 = u32::MAX;
 const KEYS: &str = include_str!("wgsl/route_keys.wgsl");
@@ -54,8 +58,29 @@ pub struct RouteInputs<'a> {
     /// The router, of float weights, and its input, `[tokens, cols]` f32: then one token's logits are made by the kernel that
     /// routes it, and are not read, where the device binds as much.
     pub router: Option<(&'a Weights, &'a Slice)>,
+    /// What makes that input: of one token it is made in the same dispatch then, where that can be ([`Route::norms`]).
+    pub norm: Option<RouterNorm<'a>>,
     /// Where each expert lies, `[n_experts]` u32; [`WorkList::ABSENT`] if it is not there.
     pub slots: &'a Slice,
+}
+
+/// What a [`MixNorm`](crate::MixNorm) does: `hidden = fma(added + bias, residual, hidden)`, and its norm to the router's input, and as int8.
+#[derive(Clone, Copy, Debug)]
+pub struct RouterNorm<'a> {
+    /// `[tokens, cols]`.
+    pub hidden: &'a Slice,
+    /// `[cols]`, what the norm multiplies by.
+    pub weight: &'a Slice,
+    /// `[tokens, cols]`.
+    pub added: &'a Slice,
+    /// `[cols]`.
+    pub bias: Option<&'a Slice>,
+    /// Of the norm.
+    pub eps: f32,
+    /// What is added is multiplied by it.
+    pub residual: f32,
+    /// The norm as int8.
+    pub coded: Option<&'a CodedPlane>,
 }
 
 /// What [`Route`] writes.
@@ -87,6 +112,8 @@ pub struct Route {
     /// All in one, for one token, from its input on if there is such a kernel, with the workgroups of that; and for up to
     /// `few`.
     router: Option<(Op, u32)>,
+    /// That kernel makes its input; eps and residual of the norm.
+    norm: Option<[f32; 2]>,
     one: Op,
     whole: Op,
     choose: Op,
@@ -138,7 +165,7 @@ impl Route {
         halt: Option<(Halt<'_>, f32)>,
     ) -> Result<Self, GpuError> {
         let MoeSpec { n_experts, top_k, .. } = *moe;
-        let RouteInputs { logits, bias, correction, router, slots } = inputs;
+        let RouteInputs { logits, bias, correction, router, norm, slots } = inputs;
         let RouteOutputs { ids, weights, list, seen } = outputs;
         let (work, pairs) = (&list.entries, &list.pairs);
         let n = tokens * top_k;
@@ -176,6 +203,25 @@ impl Route {
             assert_plane(x, tokens, matrix.cols());
             (matrix, x, FloatCut::new(n_experts))
         });
+        // Router, input, logits on their way, ids, weights, logits for others, slots, work, pairs.
+        let bound =
+            8 + usize::from(seen.is_some()) + usize::from(bias.is_some()) + usize::from(correction.is_some());
+        let norm = match (norm, router) {
+            (Some(norm), Some((matrix, _, cut))) if cut.is_one_row() && matrix.cols().is_multiple_of(8) => {
+                let RouterNorm { hidden, weight, added, bias, coded, .. } = norm;
+                let cols = matrix.cols();
+                demand(hidden, tokens * cols, "hidden states");
+                demand(weight, cols, "weights of a norm");
+                demand(added, tokens * cols, "what is added");
+                bias.iter().for_each(|bias| demand(bias, cols, "a bias"));
+                coded.iter().for_each(|coded| demand_coded(coded, tokens, cols));
+                let more = 3 + usize::from(bias.is_some()) + 2 * usize::from(coded.is_some());
+                let fits =
+                    bound + more <= gpu.most_bindings() && 4 * cols + SHARED <= gpu.shared_bytes() as usize;
+                fits.then_some(norm)
+            }
+            _ => None,
+        };
         let post = match router {
             None => None,
             Some(_) => {
@@ -188,19 +234,28 @@ impl Route {
             let listed = does != Does::Choose;
             let mut draft = match (does, router) {
                 (Does::Router, Some((matrix, x, cut))) => {
-                    let draft = Draft::default()
-                        .declared(Access::Read, matrix.slice())
-                        .declared(Access::Read, x)
-                        .constant("COLS", matrix.cols());
-                    let constants = cut.constants(matrix.encoding());
+                    let draft = Draft::default().declared(Access::Read, matrix.slice());
+                    let (draft, operand) = match norm {
+                        Some(_) => (draft.plane("normed", matrix.cols(), Access::Write, x), Operand::Own),
+                        None => (draft.declared(Access::Read, x), Operand::Plane),
+                    };
+                    let draft = draft.constant("COLS", matrix.cols());
+                    let constants = cut.constants(matrix.encoding(), operand);
                     constants.iter().fold(draft, |draft, (name, value)| draft.constant(name, *value as usize))
                 }
                 _ => Draft::default(),
             };
             if matches!(does, Does::Router | Does::One) {
-                draft = draft.constant("THREADS", THREADS).constant("TOKENS", 1).text(KEYS).text(ONE);
+                draft = match norm.zip(router).filter(|_| does == Does::Router) {
+                    Some((norm, (matrix, ..))) => {
+                        let (d, group) = (matrix.cols(), norm.coded.map(|coded| coded.group));
+                        NormCut::new(gpu, d, group, Some(THREADS)).draft(draft)
+                    }
+                    None => draft.constant("THREADS", THREADS).float(64, 4),
+                };
+                draft = draft.constant("TOKENS", 1).text(KEYS).text(ONE);
             } else {
-                draft = draft.constant("TOKENS", few).text(KEYS).text(ROUTE);
+                draft = draft.constant("TOKENS", few).float(64, 4).text(KEYS).text(ROUTE);
             }
             draft = draft
                 .constant("EXPERTS", n_experts)
@@ -216,8 +271,7 @@ impl Route {
                 .constant("HALT", halt.map_or(0, |(halt, _)| halt.at))
                 .constant("PER", n_experts.div_ceil(THREADS))
                 .constant("SPREAD", spread)
-                .constant("PADDED", n_experts.next_multiple_of(RUN * spread))
-                .float(64, 4);
+                .constant("PADDED", n_experts.next_multiple_of(RUN * spread));
             draft = match (does, &post) {
                 (Does::Router, Some(post)) => draft.buffer("post", "atomic<u32>", Access::Write, post),
                 _ => draft.buffer("logits", "f32", Access::Read, logits),
@@ -256,8 +310,22 @@ impl Route {
                 Does::Router => {
                     // The product has the bits of `FloatMatmul`, whose fma is the device's.
                     let (matrix, _, cut) = router.expect("made where there is a router");
-                    let core = cut.core(gpu, matrix.cols(), 1)?;
-                    draft.loose_op(gpu, "router and route: one", &(core + ROUTER))
+                    let cols = matrix.cols();
+                    let Some(norm) = norm else {
+                        let core = cut.core(gpu, cols, 1, Operand::Plane)?;
+                        return draft.loose_op(gpu, "router and route: one", &(core + PLAIN + ROUTER));
+                    };
+                    draft =
+                        draft.flag("NORMED", true).flag("CODED", norm.coded.is_some()).flag("CHANGED", true);
+                    draft = draft.plane("hidden", cols, Access::Write, norm.hidden);
+                    draft = draft.plane("weight", cols, Access::Read, norm.weight).text(NORM_ROW);
+                    draft = add_delta(draft, Delta::Plane(norm.added, norm.bias), cols);
+                    draft = match norm.coded {
+                        Some(coded) => draft.coded(coded),
+                        None => draft.text("fn store_codes(cell: u32, part: u32, coded: Codes) {}\n"),
+                    };
+                    let core = cut.core(gpu, cols, 1, Operand::Own)?;
+                    draft.text(NORMED).loose_op(gpu, "norm, router and route: one", &(core + ROUTER))
                 }
                 Does::One => draft.text(ALONE).op(gpu, "route: one"),
                 Does::Few => draft.text(LIST).op(gpu, "route: few"),
@@ -274,16 +342,14 @@ impl Route {
             .buffer("pairs", "u32", Access::Write, pairs)
             .op(gpu, "route: group")?;
         let (scale, number) = (moe.routed_scale as f32, halt.map_or(0.0, |(_, number)| number));
-        // Router, input, logits on their way, ids, weights, logits for others, slots, work, pairs.
-        let bound =
-            8 + usize::from(seen.is_some()) + usize::from(bias.is_some()) + usize::from(correction.is_some());
         let router = match router.filter(|_| bound <= gpu.most_bindings()) {
             Some((_, _, cut)) => Some((choose(Does::Router)?, cut.grid(n_experts))),
             None => None,
         };
+        let norm = norm.filter(|_| router.is_some()).map(|norm| [norm.eps, norm.residual]);
         let (one, whole, choose) = (choose(Does::One)?, choose(Does::Few)?, choose(Does::Choose)?);
         let block = seen.map_or(0, |(_, block)| block);
-        Ok(Self { router, one, whole, choose, group, few, tokens, n_experts, scale, number, block })
+        Ok(Self { router, norm, one, whole, choose, group, few, tokens, n_experts, scale, number, block })
     }
 
     /// Tokens of one dispatch.
@@ -298,6 +364,12 @@ impl Route {
         tokens == 1 && self.router.is_some()
     }
 
+    /// Whether it makes the input of so many tokens itself, adding to the hidden states what is to be added.
+    #[must_use]
+    pub const fn norms(&self, tokens: usize) -> bool {
+        self.makes_logits(tokens) && self.norm.is_some()
+    }
+
     /// Records it for the first `tokens` tokens.
     ///
     /// # Panics
@@ -307,7 +379,8 @@ impl Route {
         let seen = self.block * tokens * self.n_experts;
         let words = [tokens as u32, self.scale.to_bits(), self.number.to_bits(), seen as u32];
         if let Some((op, parts)) = self.router.as_ref().filter(|_| tokens == 1) {
-            let words = [*parts, words[1], words[2], words[3]];
+            let [eps, residual] = self.norm.unwrap_or_default().map(f32::to_bits);
+            let words = [*parts, words[1], words[2], words[3], eps, residual];
             step.run(op, &words, [*parts, 1, 1]);
             return;
         }

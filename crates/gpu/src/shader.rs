@@ -12,7 +12,7 @@ use crate::memory::Slice;
 use crate::{Gpu, GpuError};
 
 /// What a kernel does with a binding.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Access {
     /// Reads it.
     Read,
@@ -29,6 +29,13 @@ pub struct Shader<'a> {
     pub source: Cow<'a, str>,
     /// Its storage buffers.
     pub bindings: &'a [Access],
+}
+
+/// What kernels of the same bindings have in common.
+#[derive(Clone, Debug)]
+pub(crate) struct Layouts {
+    group: wgpu::BindGroupLayout,
+    pipeline: wgpu::PipelineLayout,
 }
 
 /// A compiled kernel.
@@ -86,9 +93,14 @@ impl Gpu {
         self.kernel_once(&format!("{}\n{}", shader.name, shader.source), || self.compile(shader))
     }
 
-    fn compile(&self, shader: &Shader<'_>) -> Result<Kernel, GpuError> {
-        let entries: Vec<_> = shader
-            .bindings
+    /// The layouts of kernels with such bindings. Kernels share them: where one follows another of the same, nothing is
+    /// bound or cleared but what differs.
+    fn layouts(&self, bindings: &[Access]) -> Layouts {
+        let mut layouts = self.layouts.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(found) = layouts.get(bindings) {
+            return found.clone();
+        }
+        let entries: Vec<_> = bindings
             .iter()
             .enumerate()
             .map(|(i, access)| wgpu::BindGroupLayoutEntry {
@@ -102,7 +114,20 @@ impl Gpu {
                 count: None,
             })
             .collect();
+        let group = self
+            .device
+            .create_bind_group_layout(&wgpu::BindGroupLayoutDescriptor { label: None, entries: &entries });
+        let pipeline = self.device.create_pipeline_layout(&wgpu::PipelineLayoutDescriptor {
+            label: None,
+            bind_group_layouts: &[Some(&group)],
+            immediate_size: IMMEDIATES,
+        });
+        layouts.entry(bindings.to_vec()).or_insert(Layouts { group, pipeline }).clone()
+    }
+
+    fn compile(&self, shader: &Shader<'_>) -> Result<Kernel, GpuError> {
         let make = || {
+            let layouts = self.layouts(shader.bindings);
             let desc = wgpu::ShaderModuleDescriptor {
                 label: Some(shader.name),
                 source: wgpu::ShaderSource::Wgsl(shader.source.clone().into_owned().into()),
@@ -111,18 +136,9 @@ impl Gpu {
             let module = unsafe {
                 self.device.create_shader_module_trusted(desc, wgpu::ShaderRuntimeChecks::unchecked())
             };
-            let layout = self.device.create_bind_group_layout(&wgpu::BindGroupLayoutDescriptor {
-                label: Some(shader.name),
-                entries: &entries,
-            });
-            let pipeline_layout = self.device.create_pipeline_layout(&wgpu::PipelineLayoutDescriptor {
-                label: Some(shader.name),
-                bind_group_layouts: &[Some(&layout)],
-                immediate_size: IMMEDIATES,
-            });
             let pipeline = self.device.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
                 label: Some(shader.name),
-                layout: Some(&pipeline_layout),
+                layout: Some(&layouts.pipeline),
                 module: &module,
                 entry_point: Some("main"),
                 compilation_options: wgpu::PipelineCompilationOptions {
@@ -131,7 +147,7 @@ impl Gpu {
                 },
                 cache: None,
             });
-            (pipeline, layout)
+            (pipeline, layouts.group)
         };
         let refused =
             |why| GpuError::Kernel { device: self.facts().to_string(), kernel: shader.name.to_owned(), why };

@@ -280,7 +280,8 @@ fn layer(gpu: &Gpu) -> Result<(), GpuError> {
         let matrix = Weights::new(floats(gpu, n_experts * 64), n_experts, 64, Encoding::Bf16);
         let x = floats(gpu, tokens * 64);
         let router = Some((&matrix, &x));
-        let inputs = RouteInputs { logits: &logits, bias, correction: bias, router, slots: &slots };
+        let inputs =
+            RouteInputs { logits: &logits, bias, correction: bias, router, norm: None, slots: &slots };
         let outputs = RouteOutputs { ids: &chosen, weights: &weights, list: &list, seen: None };
         Route::new(gpu, tokens, &moe, inputs, outputs)?;
     }

@@ -27,6 +27,10 @@ const PIECE: usize = 1 << 20;
 const HEAD: u64 = 512 << 10;
 /// What lies further on is a sample, not a header.
 const MAX_HEAD: u64 = 257 << 20;
+/// Samples so near to each other are asked for with one request, up to so many bytes: words of a row of GPTQ's codes are
+/// kilobytes apart, and a request takes as long as hundreds of those (EXP-STORE-14).
+const GAP: u64 = 8 << 10;
+const MOST: u64 = 16 << 20;
 /// Requests for samples at once.
 const ASKERS: usize = 8;
 /// Between two looks at whether to stop.
@@ -102,6 +106,8 @@ struct Inner {
     samples: Samples,
     /// Bytes of weight files on the disk.
     held: AtomicU64,
+    /// Files whose bytes were counted among those held.
+    opened: Mutex<HashSet<String>>,
     /// Held while a header is being received.
     heading: Mutex<()>,
     /// How far each file was read before samples were: its header.
@@ -167,6 +173,7 @@ impl Pull {
             listing,
             samples,
             held: AtomicU64::new(0),
+            opened: Mutex::default(),
             heading: Mutex::new(()),
             heads: Mutex::default(),
             headed: AtomicBool::new(false),
@@ -416,11 +423,15 @@ impl Inner {
             return Ok(());
         }
         let file = File::open(path).map_err(HubError::io("open", path))?;
-        for (offset, sample) in samples {
-            let mut found = vec![0; sample.len()];
+        let kept = self.dir.join(SAMPLES);
+        let (mut sample, mut found) = (Vec::new(), Vec::new());
+        for (offset, bytes) in samples {
+            sample.resize(bytes, 0);
+            found.resize(bytes, 0);
+            self.samples.get(name, offset, &mut sample).map_err(HubError::io("read", &kept))?;
             file.read_exact_at(&mut found, offset).map_err(HubError::io("read", path))?;
             if found != sample {
-                self.samples.clear().map_err(HubError::io("remove", &self.dir.join(SAMPLES)))?;
+                self.samples.clear().map_err(HubError::io("remove", &kept))?;
                 return Err(HubError::Inconsistent { file: name.to_owned() });
             }
         }
@@ -431,7 +442,10 @@ impl Inner {
     fn read_ahead(&self, name: &str, out: &mut [u8], offset: u64) -> Result<(), HubError> {
         let entry = &self.listing.files[name];
         let end = offset + out.len() as u64;
-        let part = self.part(name);
+        let (part, samples) = (self.part(name), self.dir.join(SAMPLES));
+        if self.samples.get(name, offset, out).map_err(HubError::io("read", &samples))? {
+            return Ok(());
+        }
         {
             let _one = self.heading.lock().expect("nobody panics with it");
             let have = length(&part);
@@ -445,13 +459,8 @@ impl Inner {
                 return file.read_exact_at(out, offset).map_err(HubError::io("read", &part));
             }
         }
-        if let Some(sample) = self.samples.get(name, offset, out.len()) {
-            out.copy_from_slice(&sample);
-            return Ok(());
-        }
         self.ask(name, out, offset)?;
-        let path = self.dir.join(SAMPLES);
-        self.samples.put(name, offset, out).map_err(HubError::io("write", &path))
+        self.samples.put(name, offset, out).map_err(HubError::io("write", &samples))
     }
 
     /// Asks for a part of a file.
@@ -521,6 +530,33 @@ impl Inner {
     }
 }
 
+/// A part of a file: its name, first byte, bytes.
+type Part<'a> = (&'a str, u64, usize);
+
+/// Parts that are asked for with one request: those that lie side by side, or nearly.
+fn together(mut parts: Vec<Part<'_>>) -> Vec<Vec<Part<'_>>> {
+    parts.sort_unstable();
+    parts.dedup();
+    let mut all: Vec<Vec<Part<'_>>> = Vec::new();
+    let mut end = 0;
+    for part in parts {
+        let (name, offset, len) = part;
+        match all.last_mut() {
+            Some(last)
+                if last[0].0 == name && offset <= end + GAP && offset + len as u64 - last[0].1 <= MOST =>
+            {
+                last.push(part);
+                end = end.max(offset + len as u64);
+            }
+            _ => {
+                all.push(vec![part]);
+                end = offset + len as u64;
+            }
+        }
+    }
+    all
+}
+
 impl WeightFiles for Pull {
     fn has(&self, path: &Path) -> bool {
         self.inner.entry(path).is_some()
@@ -528,8 +564,9 @@ impl WeightFiles for Pull {
 
     fn open(&self, path: &Path) -> io::Result<Box<dyn WeightFile>> {
         let (name, entry) = self.inner.known(path)?;
-        let whole = length(&self.inner.path(name)) + length(&self.inner.part(name));
-        self.inner.hold(whole as i64);
+        if self.inner.opened.lock().expect("nobody panics with it").insert(name.to_owned()) {
+            self.inner.hold((length(&self.inner.path(name)) + length(&self.inner.part(name))) as i64);
+        }
         Ok(Box::new(Arriving {
             inner: Arc::clone(&self.inner),
             name: name.to_owned(),
@@ -549,24 +586,28 @@ impl WeightFiles for Pull {
             let (name, _) = self.inner.known(place.path)?;
             let end = place.offset + place.bytes as u64;
             let here = end <= length(&self.inner.part(name)).max(length(&self.inner.path(name)));
-            if place.bytes > 0 && !here && self.inner.samples.get(name, place.offset, place.bytes).is_none() {
+            if place.bytes > 0 && !here && !self.inner.samples.has(name, place.offset, place.bytes) {
                 missing.push((name, place.offset, place.bytes));
             }
         }
+        let missing = together(missing);
         let next = AtomicU64::new(0);
         let failed = Mutex::new(None);
         thread::scope(|scope| {
             for _ in 0..ASKERS.min(missing.len()) {
                 scope.spawn(|| {
                     let mut bytes = Vec::new();
-                    while let Some(&(name, offset, len)) =
-                        missing.get(next.fetch_add(1, Ordering::Relaxed) as usize)
-                    {
-                        bytes.resize(len, 0);
+                    while let Some(parts) = missing.get(next.fetch_add(1, Ordering::Relaxed) as usize) {
+                        let (name, start, _) = parts[0];
+                        let end = parts.iter().map(|(_, offset, len)| offset + *len as u64).max();
+                        bytes.resize(end.map_or(0, |end| end - start) as usize, 0);
                         let path = self.inner.dir.join(SAMPLES);
-                        let asked = self.inner.ask(name, &mut bytes, offset).and_then(|()| {
-                            self.inner.samples.put(name, offset, &bytes).map_err(HubError::io("write", &path))
-                        });
+                        let asked = self.inner.ask(name, &mut bytes, start);
+                        let keep = |(name, offset, len): &Part<'_>| {
+                            let part = &bytes[(offset - start) as usize..][..*len];
+                            self.inner.samples.put(name, *offset, part).map_err(HubError::io("write", &path))
+                        };
+                        let asked = asked.and_then(|()| parts.iter().try_for_each(keep));
                         if let Err(error) = asked {
                             failed.lock().expect("nobody panics with it").get_or_insert(error);
                             next.store(u64::MAX / 2, Ordering::Relaxed);

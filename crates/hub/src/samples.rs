@@ -10,9 +10,10 @@
 
 use std::collections::HashMap;
 use std::fs::{File, OpenOptions};
-use std::io::{self, Write as _};
-use std::path::{Path, PathBuf};
-use std::sync::Mutex;
+use std::io::{self, BufReader, Read, Write as _};
+use std::os::unix::fs::FileExt as _;
+use std::path::Path;
+use std::sync::{Mutex, MutexGuard};
 
 use sha2::{Digest as _, Sha256};
 
@@ -20,34 +21,48 @@ use sha2::{Digest as _, Sha256};
 const HEAD: usize = 16;
 const CHECK: usize = 8;
 
-type Parts = HashMap<(String, u64), Vec<u8>>;
+/// Where the file has the part of a file that begins at an offset: first byte, and how many.
+type Parts = HashMap<(String, u64), (u64, usize)>;
 
-/// The parts and the file that they are in.
+/// The parts and the file that they are in. Only their places are in memory: what decides the codes of a large model is
+/// some hundred MB.
 #[derive(Debug)]
 pub(crate) struct Samples {
-    path: PathBuf,
-    state: Mutex<(File, Parts)>,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    file: File,
+    parts: Parts,
+    /// Bytes of the file.
+    end: u64,
 }
 
 impl Samples {
     /// Opens or begins the file at `path`.
     pub fn open(path: &Path) -> io::Result<Self> {
-        let bytes = match std::fs::read(path) {
-            Ok(bytes) => bytes,
-            Err(e) if e.kind() == io::ErrorKind::NotFound => Vec::new(),
-            Err(e) => return Err(e),
-        };
-        let (parts, whole) = parse(&bytes);
-        let file = OpenOptions::new().create(true).append(true).open(path)?;
-        file.set_len(whole as u64)?;
-        Ok(Self { path: path.to_owned(), state: Mutex::new((file, parts)) })
+        let file = OpenOptions::new().create(true).read(true).append(true).open(path)?;
+        let (parts, end) = parse(&mut BufReader::new(&file))?;
+        file.set_len(end)?;
+        Ok(Self { state: Mutex::new(State { file, parts, end }) })
     }
 
-    /// The part of `bytes` bytes at `offset` of `file`.
-    pub fn get(&self, file: &str, offset: u64, bytes: usize) -> Option<Vec<u8>> {
-        let state = self.state.lock().expect("nobody panics with it");
-        let part = state.1.get(&(file.to_owned(), offset))?;
-        part.get(..bytes).map(<[u8]>::to_vec)
+    /// True if there is a part of that many bytes at `offset` of `file`.
+    pub fn has(&self, file: &str, offset: u64, bytes: usize) -> bool {
+        let state = self.state();
+        state.parts.get(&(file.to_owned(), offset)).is_some_and(|(_, len)| bytes <= *len)
+    }
+
+    /// Fills `out` with the part at `offset` of `file`; false if there is none of that length.
+    pub fn get(&self, file: &str, offset: u64, out: &mut [u8]) -> io::Result<bool> {
+        let state = self.state();
+        let Some(&(at, len)) = state.parts.get(&(file.to_owned(), offset)) else { return Ok(false) };
+        if out.len() > len {
+            return Ok(false);
+        }
+        state.file.read_exact_at(out, at)?;
+        Ok(true)
     }
 
     pub fn put(&self, file: &str, offset: u64, part: &[u8]) -> io::Result<()> {
@@ -58,26 +73,31 @@ impl Samples {
         record.extend_from_slice(file.as_bytes());
         record.extend_from_slice(part);
         record.extend_from_slice(&check(&record));
-        let mut state = self.state.lock().expect("nobody panics with it");
-        state.0.write_all(&record)?;
-        state.1.insert((file.to_owned(), offset), part.to_vec());
+        let mut state = self.state();
+        state.file.write_all(&record)?;
+        let at = state.end + (HEAD + file.len()) as u64;
+        state.end += record.len() as u64;
+        state.parts.insert((file.to_owned(), offset), (at, part.len()));
         Ok(())
     }
 
     /// All parts of a file: offset and bytes.
-    pub fn of(&self, file: &str) -> Vec<(u64, Vec<u8>)> {
-        let state = self.state.lock().expect("nobody panics with it");
-        let own = state.1.iter().filter(|((name, _), _)| name == file);
-        own.map(|((_, offset), part)| (*offset, part.clone())).collect()
+    pub fn of(&self, file: &str) -> Vec<(u64, usize)> {
+        let state = self.state();
+        let own = state.parts.iter().filter(|((name, _), _)| name == file);
+        own.map(|((_, offset), (_, len))| (*offset, *len)).collect()
     }
 
     /// Forgets everything.
     pub fn clear(&self) -> io::Result<()> {
-        let mut state = self.state.lock().expect("nobody panics with it");
-        state.1.clear();
-        std::fs::remove_file(&self.path)?;
-        state.0 = OpenOptions::new().create(true).append(true).open(&self.path)?;
-        Ok(())
+        let mut state = self.state();
+        state.parts.clear();
+        state.end = 0;
+        state.file.set_len(0)
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("nobody panics with it")
     }
 }
 
@@ -87,28 +107,38 @@ fn check(record: &[u8]) -> [u8; CHECK] {
     check
 }
 
-/// The parts, and how much of the bytes are whole records.
-fn parse(bytes: &[u8]) -> (Parts, usize) {
+/// The places of the parts, and how many bytes are whole records.
+fn parse(input: &mut dyn Read) -> io::Result<(Parts, u64)> {
     let mut parts = Parts::new();
-    let mut at = 0;
-    while let Some((name, offset, part, len)) = record(&bytes[at..]) {
-        parts.insert((name, offset), part);
-        at += len;
+    let mut end = 0;
+    let mut record = Vec::new();
+    while let Some((name, offset, part)) = read_record(input, &mut record)? {
+        let at = end + (HEAD + name.len()) as u64;
+        end += (record.len() + CHECK) as u64;
+        parts.insert((name, offset), (at, part));
     }
-    (parts, at)
+    Ok((parts, end))
 }
 
-fn record(bytes: &[u8]) -> Option<(String, u64, Vec<u8>, usize)> {
-    let number = |at: usize| Some(u32::from_le_bytes(bytes.get(at..at + 4)?.try_into().ok()?) as usize);
-    let (name, part) = (number(0)?, number(4)?);
-    let offset = u64::from_le_bytes(bytes.get(8..HEAD)?.try_into().ok()?);
-    let end = HEAD.checked_add(name)?.checked_add(part)?;
-    let body = bytes.get(..end)?;
-    if bytes.get(end..end + CHECK)? != check(body) {
-        return None;
+/// Reads one record into `record`, without its checksum: name, offset, bytes of the part; None if it is not whole.
+fn read_record(input: &mut dyn Read, record: &mut Vec<u8>) -> io::Result<Option<(String, u64, usize)>> {
+    record.clear();
+    if Read::take(&mut *input, HEAD as u64).read_to_end(record)? < HEAD {
+        return Ok(None);
     }
-    let text = String::from_utf8(body[HEAD..HEAD + name].to_vec()).ok()?;
-    Some((text, offset, body[HEAD + name..].to_vec(), end + CHECK))
+    let number = |at: usize| u32::from_le_bytes([record[at], record[at + 1], record[at + 2], record[at + 3]]);
+    let (name, part) = (number(0) as usize, number(4) as usize);
+    let offset = u64::from(number(8)) | u64::from(number(12)) << 32;
+    let body = name as u64 + part as u64;
+    if Read::take(&mut *input, body).read_to_end(record)? as u64 != body {
+        return Ok(None);
+    }
+    let mut sum = Vec::with_capacity(CHECK);
+    Read::take(&mut *input, CHECK as u64).read_to_end(&mut sum)?;
+    if sum != check(record) {
+        return Ok(None);
+    }
+    Ok(String::from_utf8(record[HEAD..HEAD + name].to_vec()).ok().map(|name| (name, offset, part)))
 }
 
 #[cfg(test)]
@@ -125,28 +155,40 @@ mod tests {
         samples.put("a", 1 << 40, &[7; 300]).expect("put");
         drop(samples);
         let whole = std::fs::read(&path).expect("read");
+        let get = |samples: &Samples, file: &str, offset: u64, bytes: usize| {
+            let mut out = vec![0; bytes];
+            let found = samples.get(file, offset, &mut out).expect("read");
+            assert_eq!(samples.has(file, offset, bytes), found);
+            found.then_some(out)
+        };
         for len in 0..=whole.len() {
             std::fs::write(&path, &whole[..len]).expect("cut");
             let cut = Samples::open(&path).expect("open");
-            if let Some(found) = cut.get("a", 5, 5) {
+            if let Some(found) = get(&cut, "a", 5, 5) {
                 assert_eq!(found, b"hello");
             }
-            assert_eq!(cut.get("a", 1 << 40, 300).is_some(), len == whole.len());
+            assert_eq!(get(&cut, "a", 1 << 40, 300).is_some(), len == whole.len());
             // What is put after a torn record is found again.
             cut.put("c", 9, b"more").expect("put");
+            assert_eq!(get(&cut, "c", 9, 4).as_deref(), Some(&b"more"[..]), "{len}");
             drop(cut);
             let again = Samples::open(&path).expect("open");
-            assert_eq!(again.get("c", 9, 4).as_deref(), Some(&b"more"[..]), "{len}");
-            assert!(again.get("c", 9, 5).is_none());
+            assert_eq!(get(&again, "c", 9, 4).as_deref(), Some(&b"more"[..]), "{len}");
+            assert!(get(&again, "c", 9, 5).is_none());
         }
         for at in 0..whole.len() {
             let mut damaged = whole.clone();
             damaged[at] ^= 0x10;
             std::fs::write(&path, &damaged).expect("damage");
             let found = Samples::open(&path).expect("open");
-            assert!(found.of("a").iter().all(|(_, part)| part == b"hello" || part == &[7; 300]));
+            for (offset, bytes) in found.of("a") {
+                let part = get(&found, "a", offset, bytes).expect("listed");
+                assert!(part == b"hello" || part == [7; 300]);
+            }
             found.clear().expect("clear");
-            assert!(found.get("a", 5, 5).is_none() && found.of("a").is_empty());
+            assert!(get(&found, "a", 5, 5).is_none() && found.of("a").is_empty());
+            found.put("a", 5, b"again").expect("put");
+            assert_eq!(get(&found, "a", 5, 5).as_deref(), Some(&b"again"[..]));
         }
     }
 }

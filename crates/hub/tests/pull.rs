@@ -20,15 +20,20 @@ struct Case {
     dir: TempDir,
     checkpoint: PathBuf,
     expected: BTreeMap<String, Vec<u8>>,
+    settings: Settings,
 }
 
 impl Case {
     fn new(layers: usize, shards: usize) -> Self {
+        Self::with(layers, shards, settings())
+    }
+
+    fn with(layers: usize, shards: usize, settings: Settings) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let (checkpoint, vault) = (dir.path().join("checkpoint"), dir.path().join("expected"));
         write_checkpoint(&checkpoint, layers, 4, shards);
-        sculpt(&checkpoint, &vault, &settings(), &(), &AtomicBool::new(false)).unwrap();
-        Self { checkpoint, expected: files(&vault), dir }
+        sculpt(&checkpoint, &vault, &settings, &(), &AtomicBool::new(false)).unwrap();
+        Self { checkpoint, expected: files(&vault), dir, settings }
     }
 
     fn hub(&self, script: impl FnMut(&Request) -> Option<Fault> + Send + 'static) -> Hub {
@@ -44,7 +49,16 @@ impl Case {
     }
 
     fn pull(&self, hub: &Hub) -> Result<Outcome, Failed> {
-        pull(&self.arrivals(), &self.vault(), &hub.endpoint, Arc::new(()), stop())
+        self.pull_until(hub, Arc::new(()), stop())
+    }
+
+    fn pull_until(
+        &self,
+        hub: &Hub,
+        watch: Arc<dyn Watch>,
+        stop: &'static AtomicBool,
+    ) -> Result<Outcome, Failed> {
+        pull_with(&self.arrivals(), &self.vault(), &hub.endpoint, watch, stop, &self.settings)
     }
 
     fn assert_done(&self) {
@@ -110,9 +124,20 @@ fn pull(
     watch: Arc<dyn Watch>,
     stop: &'static AtomicBool,
 ) -> Result<Outcome, Failed> {
+    pull_with(arrivals, vault, endpoint, watch, stop, &settings())
+}
+
+fn pull_with(
+    arrivals: &Path,
+    vault: &Path,
+    endpoint: &str,
+    watch: Arc<dyn Watch>,
+    stop: &'static AtomicBool,
+    settings: &Settings,
+) -> Result<Outcome, Failed> {
     let pull = Pull::open(arrivals, REPO, &options(endpoint), watch, stop).map_err(Failed::Hub)?;
     pull.small(&small_files().collect::<Vec<_>>()).map_err(Failed::Hub)?;
-    let outcome = sculpt_of(arrivals, &pull, vault, &settings(), &(), stop).map_err(Failed::Sculpt)?;
+    let outcome = sculpt_of(arrivals, &pull, vault, settings, &(), stop).map_err(Failed::Sculpt)?;
     pull.finish().map_err(Failed::Hub)?;
     Ok(outcome)
 }
@@ -191,6 +216,67 @@ fn the_vault_is_that_of_the_downloaded_checkpoint_and_the_disk_never_holds_all_o
     let again = case.pull(&hub).unwrap();
     assert_eq!(again, Outcome::AlreadyComplete);
     case.assert_done();
+}
+
+/// Levels, widths and steps are decided by weights that were asked for one by one.
+#[test]
+fn what_weights_decide_is_decided_before_they_come() {
+    let fitted = Settings { levels: Levels::Fitted, ..settings() };
+    let entropy = Settings { entropy: true, group: 128, ..settings() };
+    for settings in [
+        fitted.clone(),
+        Settings { bits: 2, ..fitted.clone() },
+        Settings { bpw: Some("3.6".parse().unwrap()), ..fitted },
+        entropy.clone(),
+        Settings { coded_bpw: Some(250), keep_experts: false, ..entropy },
+    ] {
+        let case = Case::with(3, 3, settings);
+        let hub = case.hub(|_| None);
+        let eye = Eye::new(None);
+        assert_eq!(case.pull_until(&hub, eye.clone(), stop()).unwrap(), Outcome::Created);
+        case.assert_done();
+        assert_eq!(eye.received.load(Ordering::Relaxed), case.weights(), "{:?}", case.settings);
+        assert_eq!(case.pull(&hub).unwrap(), Outcome::AlreadyComplete);
+    }
+}
+
+/// Records of different lengths lie in their order, whatever that of the files.
+#[test]
+fn entropy_coded_records_of_late_files_are_waited_for() {
+    let coded =
+        Settings { entropy: true, coded_bpw: Some(250), keep_experts: false, group: 128, ..settings() };
+    let case = Case::with(4, 4, coded);
+    // The first layer in the last file.
+    let name = |n: usize| format!("model-{n:05}-of-00004.safetensors");
+    let at = |name: &str| case.checkpoint.join(name);
+    for (from, to) in [(name(1), "aside".to_owned()), (name(4), name(1)), ("aside".to_owned(), name(4))] {
+        std::fs::rename(at(&from), at(&to)).unwrap();
+    }
+    let index = std::fs::read_to_string(at("model.safetensors.index.json")).unwrap();
+    let index = index.replace(&name(1), "aside").replace(&name(4), &name(1)).replace("aside", &name(4));
+    std::fs::write(at("model.safetensors.index.json"), index).unwrap();
+    let expected = case.dir.path().join("turned");
+    sculpt(&case.checkpoint, &expected, &case.settings, &(), &AtomicBool::new(false)).unwrap();
+    let case = Case { expected: files(&expected), ..case };
+
+    let hub = case.hub(|_| None);
+    let total = case.weights();
+    let mut runs = 0;
+    loop {
+        runs += 1;
+        let stop = stop();
+        match case.pull_until(&hub, Eye::new(Some((stop, total / 3))), stop) {
+            Ok(outcome) => {
+                assert_eq!(outcome, Outcome::Created);
+                break;
+            }
+            Err(Failed::Sculpt(SculptError::Cancelled { .. })) => {}
+            other => panic!("{other:?}"),
+        }
+        assert!(!case.vault().exists() && runs < 20);
+    }
+    case.assert_done();
+    assert!(runs > 1);
 }
 
 #[test]

@@ -248,7 +248,7 @@ impl Pool {
     ///
     /// # Panics
     /// If `chunk` is 0, or a task panics.
-    pub fn chunks_mut(&self, data: &mut [f32], chunk: usize, f: &(dyn Fn(usize, &mut [f32]) + Sync)) {
+    pub fn chunks_mut<T: Send>(&self, data: &mut [T], chunk: usize, f: &(dyn Fn(usize, &mut [T]) + Sync)) {
         assert!(chunk > 0, "chunks of nothing");
         let len = data.len();
         let shared = Shared::new(data);

@@ -332,7 +332,7 @@ impl Checkpoint {
     /// True if some weights are stored as codes.
     #[must_use]
     pub fn is_coded(&self) -> bool {
-        self.tensors.values().any(|stored| stored.form.as_ref().is_ok_and(Form::is_coded))
+        self.tensors.values().any(|stored| stored.form.as_ref().is_ok_and(Form::has_codes))
     }
 
     /// Where the tokenizer lies, if that is a directory.

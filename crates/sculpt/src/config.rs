@@ -108,7 +108,7 @@ fn number(key: &str, value: &Value) -> Result<f64, SculptError> {
 }
 
 /// More layers than this are taken for damage.
-const MAX_LAYERS: usize = 4096;
+pub(crate) const MAX_LAYERS: usize = 4096;
 
 struct Keys<'a> {
     config: &'a Value,

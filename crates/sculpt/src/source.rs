@@ -401,9 +401,18 @@ impl Form {
         at.into_iter().map(|at| at.shard).collect()
     }
 
-    /// True if the weights are not stored as floats.
+    /// True if rows are not read as the bytes of floats that they are.
     pub const fn is_coded(&self) -> bool {
         !matches!(self, Self::Float { .. } | Self::Strided { .. })
+    }
+
+    /// True if some weights are stored as codes.
+    pub fn has_codes(&self) -> bool {
+        match self {
+            Self::Heads(heads) => heads.has_codes(),
+            Self::Joined(joined) => joined.has_codes(),
+            _ => self.is_coded(),
+        }
     }
 }
 

@@ -53,6 +53,8 @@ fn a_checkpoint_and_its_gguf_file_become_the_same_vault() {
             let path = dir.path().join(format!("{family}-{split_heads}.gguf"));
             writer::of_checkpoint(&config, &tensors, split_heads).write(&path);
             let second = dir.path().join(format!("{family}-{split_heads}"));
+            // Floats, however they lie.
+            assert!(!Checkpoint::open(&path).unwrap().is_coded(), "{family}");
             run(&path, &second, &raw).unwrap();
             let (a, b) = (Vault::open(&first), Vault::open(&second));
             let spec = |vault: &Vault| {
@@ -582,6 +584,12 @@ fn what_contradicts_itself_is_named() {
         (Box::new(|f| f.meta.push(f.meta[2].clone())), "stands twice"),
         (Box::new(|f| f.set("general.alignment", Meta::U32(24))), "general.alignment"),
         (Box::new(|f| f.set("qwen3moe.block_count", Meta::str("many"))), "qwen3moe.block_count"),
+        (Box::new(|f| f.set("qwen3moe.block_count", Meta::U32(u32::MAX))), "needs at most 4096"),
+        (
+            Box::new(|f| f.set("general.architecture", Meta::Str("x".repeat(5000)))),
+            "`general.architecture` is a text, this build needs the name of an architecture",
+        ),
+        (Box::new(|f| (0..2).for_each(|_| f.meta.push(("k".repeat(5000), Meta::U32(1))))), "kkk..."),
         (Box::new(|f| f.meta.retain(|m| m.0 != "qwen3moe.embedding_length")), "embedding_length` is missing"),
         (Box::new(|f| f.tensors.push(("rope_freqs.weight".into(), vec![4], 0, vec![0; 16]))), "rope_freqs"),
         (

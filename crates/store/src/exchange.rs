@@ -9,9 +9,8 @@
 //! way at once, so that new demand finds a free reader. A reader that ends one looks for more itself, so that no
 //! one need be woken for it.
 
-use crate::sync::{AtomicUsize, Condvar, Mutex, Ordering, lock, wait};
+use crate::sync::{AtomicUsize, Condvar, Mutex, Ordering, lock, wait, wait_until};
 use std::collections::VecDeque;
-use std::thread;
 use std::time::{Duration, Instant};
 
 /// Turns of the owner's spin before it sleeps: a few microseconds. A result that is that close is not worth
@@ -45,10 +44,10 @@ pub(crate) struct Exchange<W, D> {
     work: Condvar,
     /// Signalled when something was finished.
     finished: Condvar,
+    /// Signalled when as many pieces have been begun as the owner gives way for.
+    begun: Condvar,
     /// Length of `State::done`, for the spin. Written under the lock.
     n_done: AtomicUsize,
-    /// Times that a reader was given work. Written under the lock.
-    n_begun: AtomicUsize,
     /// Most readers at low-priority work.
     low_running: usize,
 }
@@ -60,6 +59,8 @@ struct State<W, D> {
     at_low: usize,
     done: Vec<D>,
     idle_readers: usize,
+    /// Pieces that the owner gives way for until they are begun.
+    to_begin: usize,
     owner_waits: bool,
     closed: bool,
 }
@@ -102,13 +103,14 @@ impl<W, D> Exchange<W, D> {
                 at_low: 0,
                 done: Vec::with_capacity(capacity),
                 idle_readers: 0,
+                to_begin: 0,
                 owner_waits: false,
                 closed: false,
             }),
             work: Condvar::new(),
             finished: Condvar::new(),
             n_done: AtomicUsize::new(0),
-            n_begun: AtomicUsize::new(0),
+            begun: Condvar::new(),
             low_running,
         }
     }
@@ -123,26 +125,27 @@ impl<W, D> Exchange<W, D> {
             };
             let wake = pieces.iter().filter(|piece| !piece.joined).count().min(most);
             state.queue(lane).extend(pieces.drain(..));
+            if lane == Lane::Demand {
+                state.to_begin = wake;
+            }
             wake
         };
-        let begun = self.n_begun.load(Ordering::Acquire);
         for _ in 0..wake {
             self.work.notify_one();
         }
-        if lane == Lane::Demand {
-            self.give_way(begun.wrapping_add(wake));
+        if lane == Lane::Demand && wake > 0 {
+            self.give_way();
         }
     }
 
-    /// Lets readers that were woken have this core until readers have begun so often.
-    fn give_way(&self, begun: usize) {
-        if cfg!(loom) {
-            return;
-        }
-        let start = Instant::now();
-        let is_behind = || begun.wrapping_sub(self.n_begun.load(Ordering::Acquire)).cast_signed() > 0;
-        while is_behind() && start.elapsed() < GIVE_WAY {
-            thread::yield_now();
+    /// Sleeps until the readers that were woken have begun, so that they have this core if they need it.
+    fn give_way(&self) {
+        let deadline = Instant::now() + GIVE_WAY;
+        let mut state = lock(&self.state);
+        while state.to_begin > 0
+            && let Some(again) = wait_until(&self.begun, state, deadline)
+        {
+            state = again;
         }
     }
 
@@ -192,7 +195,12 @@ impl<W, D> Exchange<W, D> {
                 return None;
             }
             if let Some(lane) = state.pop(self.low_running, into) {
-                self.n_begun.fetch_add(1, Ordering::Release);
+                if lane == Lane::Demand && state.to_begin > 0 {
+                    state.to_begin -= 1;
+                    if state.to_begin == 0 {
+                        self.begun.notify_one();
+                    }
+                }
                 return Some(lane);
             }
             state.idle_readers += 1;

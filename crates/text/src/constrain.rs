@@ -71,7 +71,7 @@ pub struct ParameterTags {
     pub after_json_key: &'static str,
     /// What stands behind a value.
     pub after_value: &'static str,
-    /// What no value may have in it, because it would end there.
+    /// What no bare text may have in it, because the value would end there.
     pub never: Vec<&'static str>,
     /// New lines in the fixed texts may be left out.
     pub lines_optional: bool,

@@ -509,6 +509,28 @@ fn only_what_may_be_markup_waits() {
     assert_eq!(parser.push("<|im \n"), text("<|im \n"));
 }
 
+#[test]
+fn a_string_between_tags_comes_as_it_is_written() {
+    let mut parser = ReplyParser::new(&format(ToolFormat::Qwen3Coder), &tools(), "");
+    let fragment = |text: &str| vec![ToolArguments { index: 0, fragment: text.to_owned() }];
+    let begin = vec![ToolBegin { index: 0, name: "weather".into(), id: None }];
+    let opened = parser.push("<tool_call>\n<function=weather>\n<parameter=city>\n");
+    assert_eq!(opened, [begin, fragment("{\"city\": \"")].concat());
+    assert_eq!(parser.push("Ro\"m"), fragment("Ro\\\"m"));
+    assert_eq!(parser.push("e\n"), fragment("e"));
+    assert_eq!(parser.push("x\n"), fragment("\\nx"));
+    assert_eq!(parser.push("</parameter>\n"), fragment("\""));
+    // What may be more than a string waits until it is whole.
+    assert_eq!(parser.push("<parameter=days>\n12"), []);
+    assert_eq!(parser.push("\n</parameter>"), fragment(", \"days\": 12"));
+
+    let mut parser = ReplyParser::new(&format(ToolFormat::Dsml), &tools(), "");
+    let head = "<｜DSML｜function_calls><｜DSML｜invoke name=\"now\"><｜DSML｜parameter name=\"any\" string=\"true\">";
+    assert_eq!(parser.push(head).len(), 2);
+    assert_eq!(parser.push("1 <"), fragment("1 "));
+    assert_eq!(parser.push("b>"), fragment("<b>"));
+}
+
 /// What a reply of one unit over and over may begin with, and such units.
 const STARTS: [&str; 12] = [
     "",

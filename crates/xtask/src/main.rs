@@ -17,6 +17,7 @@ mod kill_sculpt;
 mod macos;
 mod mutate;
 mod size;
+mod toolchain;
 mod workspace;
 
 use std::process::ExitCode;
@@ -42,8 +43,8 @@ enum Command {
     Mutate(mutate::Args),
     /// Kill the real binary's sculpt at random moments; the vault must come out the same
     KillSculpt(kill_sculpt::Args),
-    /// Run the kernels' tests for aarch64 in qemu
-    Aarch64,
+    /// Run tests for aarch64 in qemu, those of the kernels by default
+    Aarch64(aarch64::Args),
     /// Type-check the workspace for Apple Silicon
     Macos(macos::Args),
     /// Add up the tracked files; too many bytes fail
@@ -55,7 +56,7 @@ fn main() -> ExitCode {
         Command::Fidelity(args) => fidelity::run(&args),
         Command::Mutate(args) => mutate::run(&args),
         Command::KillSculpt(args) => kill_sculpt::run(&args),
-        Command::Aarch64 => aarch64::run(),
+        Command::Aarch64(args) => aarch64::run(&args),
         Command::Macos(args) => macos::run(&args),
         Command::Size => size::run(),
     };

@@ -1,7 +1,8 @@
-//! `cargo xtask mutate`: damaged and hostile vaults against everything that reads them.
+//! `cargo xtask mutate`: damaged and hostile vaults, and GGUF files, against everything that reads them.
 //!
 //! ```text
 //! base vault ──► edits (, checksums mended) ──► verify, Vault::open, side files, Engine::open, 3 tokens
+//! GGUF files ──► other values, shapes, types, names; edits; parts missing ──► sculpt ──► a whole vault, or none
 //! ```
 //!
 //! A mutated vault must end in a typed error, or be called damaged, or give the same bits; one whose checksums
@@ -11,6 +12,7 @@
 
 mod corpus;
 mod edit;
+mod gguf;
 mod trial;
 
 use std::collections::BTreeMap;

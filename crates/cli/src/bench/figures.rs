@@ -125,6 +125,8 @@ pub struct Facts {
     pub load_bytes: u64,
     /// Time that took.
     pub load_s: f64,
+    /// How fast the processor went through weights, round by round.
+    pub weights_rates: Vec<f64>,
     /// What decoding was expected to do.
     pub forecast: Option<Forecast>,
     /// What a token takes of the device alone.
@@ -169,6 +171,8 @@ pub fn set_up(vault: &Vault, bench: &Bench, facts: &Facts) -> Record {
     }
     if let Some(forecast) = &facts.forecast {
         record.set("predicted_cpu_decode_tok_s", rounded(forecast.cpu_tok_s));
+        let rounds = facts.weights_rates.iter().map(|rate| json!(rounded(rate / 1e9)));
+        record.set("predicted_by_weights_gb_s", rounds.collect::<Vec<Value>>());
         if let Some(device) = &forecast.device {
             record.set("predicted_device_decode_tok_s", rounded(device.tok_s));
             record.set("predicted_device_hit_rate", rounded(device.hit_rate));
@@ -213,8 +217,7 @@ pub fn record(vault: &Vault, bench: &Bench, ceilings: &Ceilings, facts: &Facts) 
         let predicted = forecast.device.map_or(forecast.cpu_tok_s, |device| device.tok_s);
         record.spread("decode_of_predicted", runs.iter().map(|run| run.short.rate() / predicted));
     }
-    record
-        .spread("decode_greedy_tok_s", runs.iter().filter_map(|run| run.greedy).map(|greedy| greedy.rate()));
+    record.spread("decode_greedy_tok_s", bench.greedy.iter().map(Stretch::rate));
     record.spread("decode_long_tok_s", runs.iter().filter_map(|run| run.long).map(|long| long.rate()));
 
     let short: Vec<Stretch> = runs.iter().map(|run| run.short).collect();

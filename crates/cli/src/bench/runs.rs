@@ -66,9 +66,6 @@ pub struct Run {
     pub around_short: Around,
     /// What the kernel says this process read from storage meanwhile.
     pub kernel_read_bytes: Option<u64>,
-    /// Decoding the model's own greedy tokens, where a device holds every expert: it then has each token before it is asked
-    /// for. Elsewhere they flatter a cache.
-    pub greedy: Option<Stretch>,
     /// Decoding after the longest prefill.
     pub long: Option<Stretch>,
     /// The prefills that the context has room for, each from no expert in memory.
@@ -79,6 +76,8 @@ pub struct Run {
 pub struct Bench {
     pub engine: Engine,
     pub runs: Vec<Run>,
+    /// Decoding the model's own greedy tokens, where that says anything.
+    pub greedy: Vec<Stretch>,
     /// Routing over all runs; overlap and coverage are of decoding.
     pub routes: RouteSnapshot,
     sampler: Sampler,
@@ -90,7 +89,7 @@ impl Bench {
         let routes = engine.route_snapshot();
         // Greedy: what it draws is timed and not used.
         let sampler = Sampler::new(Sampling::default(), engine.spec().vocab_size)?;
-        Ok(Self { engine, runs: Vec::new(), routes, sampler, seed })
+        Ok(Self { engine, runs: Vec::new(), greedy: Vec::new(), routes, sampler, seed })
     }
 
     /// One more run; `tell` is told what is under way.
@@ -108,12 +107,11 @@ impl Bench {
         let cold = self.measure(|engine, sampler| sync(engine, &mut session, sampler, &held))?;
         tell("decoding");
         let answer = take(DECODE);
-        let ((greedy, short, kernel_read_bytes), around_short) = ceilings.around(self, |bench| {
+        let ((short, kernel_read_bytes), around_short) = ceilings.around(self, |bench| {
             bench.wake(&mut session, &held)?;
-            let greedy = bench.greedy(&mut session)?;
             let before = machine::read_bytes();
             let short = bench.measure(|engine, sampler| decode(engine, &mut session, sampler, &answer))?;
-            Ok((greedy, short, machine::read_bytes().zip(before).map(|(after, before)| after - before)))
+            Ok((short, machine::read_bytes().zip(before).map(|(after, before)| after - before)))
         })?;
         tell("a further turn");
         held.extend(answer);
@@ -134,26 +132,37 @@ impl Bench {
                 long = Some(self.measure(|engine, sampler| decode(engine, &mut session, sampler, &answer))?);
             }
         }
-        self.runs.push(Run { cold, warm, short, around_short, kernel_read_bytes, greedy, long, prefills });
+        self.runs.push(Run { cold, warm, short, around_short, kernel_read_bytes, long, prefills });
         self.routes = self.engine.route_snapshot();
         Ok(())
     }
 
-    /// Decodes what the model chooses, and takes it back, if a device holds every expert.
-    fn greedy(&mut self, session: &mut Session) -> Result<Option<Stretch>, Failure> {
+    /// Decodes what the model itself chooses, once for each run, where a device holds every expert: it has each token
+    /// before it is asked for. Elsewhere that would flatter a cache; and routing is not counted any more.
+    pub fn greedy(&mut self, tell: &dyn Fn(&str)) -> Result<(), Failure> {
         if !self.engine.device_tier().is_some_and(|tier| tier.plan.holds_all()) {
-            return Ok(None);
+            return Ok(());
         }
-        let held = session.len();
+        let mut tokens = token_stream(self.engine.spec().vocab_size, self.seed);
+        let prompt: Vec<u32> = tokens.by_ref().take(PROMPT).collect();
+        let mut session = self.engine.open_session()?;
         // The first one is there already.
         let limits = Limits { max_tokens: DECODE + 1, end_tokens: Vec::new() };
-        let greedy = self.measure(|engine, sampler| {
-            let mut control = Control::cancelled_by(interrupt::flag());
-            engine.generate(session, sampler, &limits, &mut control, &mut |_| ControlFlow::Continue(()))?;
-            Ok(DECODE)
-        })?;
-        self.engine.truncate(session, held);
-        Ok(Some(greedy))
+        tell("decoding greedily");
+        for _ in 0..self.runs.len() {
+            self.engine.truncate(&mut session, 0);
+            sync(&mut self.engine, &mut session, &mut self.sampler, &prompt)?;
+            self.wake(&mut session, &prompt)?;
+            let stretch = self.measure(|engine, sampler| {
+                let mut control = Control::cancelled_by(interrupt::flag());
+                engine.generate(&mut session, sampler, &limits, &mut control, &mut |_| {
+                    ControlFlow::Continue(())
+                })?;
+                Ok(DECODE)
+            })?;
+            self.greedy.push(stretch);
+        }
+        Ok(())
     }
 
     /// Wakes a device, if there is one, with the end of what a session holds.

@@ -15,7 +15,7 @@ use crate::backend::cuda;
 #[cfg(feature = "gpu")]
 use crate::backend::gpu;
 #[cfg(feature = "gpu")]
-use crate::forecast::{Touched, forecast, weights_rate};
+use crate::forecast::{Touched, WeightsRate, forecast};
 use crate::plan::{Plan, PlanRequest};
 use crate::vault::Vault;
 use crate::weights::Weights;
@@ -134,7 +134,7 @@ impl Chosen {
         if let Some(device) = &self.gpu {
             let most = gpu::max_chunk(device.facts(), &vault.spec);
             let chunk = request.chunk.unwrap_or(DEVICE_CHUNK).min(most);
-            return PlanRequest { chunk: Some(chunk), ..request.clone() };
+            return PlanRequest { chunk: Some(chunk), whole_windows: true, ..request.clone() };
         }
         #[cfg(feature = "cuda")]
         if self.cuda.is_some() {
@@ -246,9 +246,12 @@ fn gains(
     plan: &Plan,
     kernels: Kernels,
 ) -> Result<Option<String>, EngineError> {
-    let (Some(rates), Some(tier)) = (backend.measure()?, backend.tier()) else { return Ok(None) };
     // The ring, which is not touched yet, has that room.
-    let rate = weights_rate(vault, kernels, plan.threads, plan.ring_bytes());
+    let mut weights = WeightsRate::new(vault, kernels, plan.threads, plan.ring_bytes());
+    weights.iter_mut().for_each(WeightsRate::time);
+    let (Some(rates), Some(tier)) = (backend.measure()?, backend.tier()) else { return Ok(None) };
+    weights.iter_mut().for_each(WeightsRate::time);
+    let rate = weights.map_or(f64::NAN, |weights| weights.median());
     let touched = Touched::of(vault);
     let forecast = forecast(&vault.spec, &touched, rate, Some((&tier.plan, rates)));
     Ok(forecast.device.filter(|device| device.tok_s <= forecast.cpu_tok_s).map(|device| {

@@ -213,8 +213,10 @@ impl CpuBackend {
             + plane(block * outputs)
             + plane(block * width)
             + plane(HEAD_ROWS as u64 * d);
-        // Gathered tokens as f32 and int8, gate and up, and the hidden values of every pair.
-        let scratch = plane(pairs * d) + pairs * d_expert * 8 + plane(pairs * d_expert);
+        // Gathered tokens as f32 and int8, gate and up, and the hidden values of every pair. The int8 forms have room even
+        // if all experts are floats.
+        let coded_once = |values: u64| values * 4 + values * groups.max(1) as u64 * 3 / 2;
+        let scratch = coded_once(pairs * d) + pairs * d_expert * 8 + coded_once(pairs * d_expert);
         let latent = a.latent.map_or(0, |latent| {
             let heads = block * a.n_heads as u64;
             let products = 4 * heads * (a.key_dim() + latent.kv_rank) as u64;

@@ -13,7 +13,7 @@ use crate::backend::cpu::CALL_EXPERTS;
 use crate::backend::{Backend, Chosen, DeviceTier, HEAD_ROWS, KernelTimes, Row, TokenCosts};
 use crate::ceiling::{self, MemoryCeiling};
 use crate::device::DevicePlan;
-use crate::forecast::{Forecast, Touched, forecast};
+use crate::forecast::{DeviceRates, Forecast, Touched, forecast};
 use crate::governor::Governor;
 use crate::kv::KvCache;
 use crate::memory::MemoryFacts;
@@ -141,6 +141,7 @@ impl Engine {
         )?;
         let phase_meter = Arc::new(PhaseMeter::default());
         let mut kv = KvCache::new(&spec, plan.kv, plan.kv_positions, plan.sessions)?
+            .with_windows(&spec, plan.window_blocks)?
             .with_snapshots(&spec, plan.snapshots);
         let tier = backend.tier();
         let (on_device, all_on_device) = (tier.is_some(), tier.is_some_and(|tier| tier.plan.holds_all()));
@@ -351,19 +352,22 @@ impl Engine {
         })
     }
 
-    /// What decoding will do, the processor going through weights at this speed
-    /// ([`weights_rate`](crate::forecast::weights_rate)); of the device only before the first token and expert.
-    ///
-    /// A device that is lost meanwhile is left.
+    /// What a device does with this model; only before the first token and expert. A device that is lost meanwhile is left.
     ///
     /// # Errors
     /// If the processor cannot take over.
-    pub fn forecast(&mut self, vault: &Vault, weights_bytes_per_s: f64) -> Result<Forecast, EngineError> {
+    pub fn measure_device(&mut self) -> Result<Option<DeviceRates>, EngineError> {
         let measured = self.backend.measure();
-        let rates = self.unless_lost(measured)?.flatten();
+        Ok(self.unless_lost(measured)?.flatten())
+    }
+
+    /// What decoding will do, the processor going through weights at this speed
+    /// ([`WeightsRate`](crate::forecast::WeightsRate)), and the device as measured ([`Self::measure_device`]).
+    #[must_use]
+    pub fn forecast(&self, vault: &Vault, weights_bytes_per_s: f64, rates: Option<DeviceRates>) -> Forecast {
         let tier = self.backend.tier();
         let device = tier.as_ref().map(|tier| &tier.plan).zip(rates);
-        Ok(forecast(&self.spec, &Touched::of(vault), weights_bytes_per_s, device))
+        forecast(&self.spec, &Touched::of(vault), weights_bytes_per_s, device)
     }
 
     /// What a decoded token and its kernels take of a device alone; only before the first token and expert. A device that

@@ -192,6 +192,7 @@ impl Engine {
             if session.shared && session.broken.is_none() && session.wanted <= 1 {
                 self.kv.commit(session.seq, &session.tokens);
             }
+            self.kv.slide(session.seq, session.tokens.len());
             session.is_answering = session.wanted > 0;
             session.wanted = 0;
         }

@@ -64,6 +64,7 @@ impl Engine {
                 observer.logits(first + rows[0], self.backend.head(rows)?);
             }
             self.end_step();
+            self.kv.slide(session.seq, session.tokens.len());
         }
         Ok(())
     }

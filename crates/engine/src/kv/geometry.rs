@@ -57,14 +57,18 @@ pub struct Geometry {
 }
 
 impl Geometry {
-    pub(super) fn new(spec: &ModelSpec, kv_type: KvType) -> Self {
+    /// Of those layers that it `keeps`.
+    pub(super) fn new(spec: &ModelSpec, kv_type: KvType, keeps: impl Fn(usize) -> bool) -> Self {
         let mut offset = 0;
         let mut place = |(heads, row_bytes)| {
             let plane = PlaneGeometry { offset, heads, row_bytes };
             offset = plane.head(heads);
             plane
         };
-        let mut of_layer = |layer| planes_of(spec, kv_type, layer).map(|plane| plane.map(&mut place));
+        let mut of_layer = |layer| {
+            let planes = if keeps(layer) { planes_of(spec, kv_type, layer) } else { [None; PLANES] };
+            planes.map(|plane| plane.map(&mut place))
+        };
         let layers = (0..spec.n_layers()).map(&mut of_layer).collect();
         Self { block_stride: offset.next_multiple_of(PAGE), layers }
     }

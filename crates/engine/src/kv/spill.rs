@@ -2,21 +2,35 @@
 //!
 //! What is written is copied and goes its own way; what is read is read on the caller's thread, as few blocks at a time
 //! as the caller likes. The file is a convenience: one that fails again and again is not used any more.
+//!
+//! Where layers that see a window have blocks of their own, a block of the file is one of each, and its note ends with a
+//! byte that says whether the window's was still there ([`WITH_WINDOW`]).
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use sha2::{Digest, Sha256};
-use smoe_store::{BlockFile, BlockFileConfig, BlockFileError, BlockFileSnapshot, BlockMeta, OpenMode};
+use smoe_format::ModelSpec;
+use smoe_kernels::KvType;
+use smoe_store::{
+    AlignedBuf, BlockFile, BlockFileConfig, BlockFileError, BlockFileSnapshot, BlockMeta, OpenMode,
+    OutOfMemory,
+};
 
 use super::prefix::{Key, Node};
+use super::{BLOCK, KvCache, windows};
 
 /// Writes under way at once; each has a buffer of a block.
 pub(super) const QUEUE: usize = 4;
 /// Failures, with nothing that succeeds among them, after which a file is given up. More than one queue: a drive that is
 /// full fails what is under way, and then the file does with what it has.
 const REPEATS: usize = 4 * QUEUE;
+/// Blocks of two pools that are read at once: as many as the file has threads.
+pub(super) const STAGE: usize = 4;
+/// Ends the note of a block that came with its window's, and of one that did not.
+const WITH_WINDOW: u8 = 1;
+const WITHOUT_WINDOW: u8 = 0;
 /// Changes with the arithmetic of keys and values: what an earlier build computed is not what this one would.
 const NUMERICS: u32 = 1;
 
@@ -30,10 +44,12 @@ pub struct SpillConfig {
 }
 
 impl SpillConfig {
-    /// Memory that writing takes, for blocks of `block_bytes`.
+    /// Memory that writing and reading takes.
     #[must_use]
-    pub const fn memory_bytes(block_bytes: u64) -> u64 {
-        QUEUE as u64 * (block_bytes + 4096)
+    pub fn memory_bytes(spec: &ModelSpec, kv_type: KvType) -> u64 {
+        let apart = usize::from(windows::width(spec).is_some());
+        let block = KvCache::windowed_bytes(spec, kv_type, BLOCK, apart);
+        QUEUE as u64 * (block + 4096) + (STAGE * apart) as u64 * block
     }
 }
 
@@ -43,12 +59,30 @@ pub type Opened = smoe_store::Opened;
 #[derive(Debug)]
 pub(super) struct Spill {
     file: BlockFile,
+    /// Where the parts of blocks of two pools meet.
+    stage: Option<Stage>,
     /// Blocks in memory that the file does not have, and some that it has or that are gone.
     unsaved: VecDeque<(u32, Key)>,
     /// Blocks and bytes that the file has written and read without a fault.
     good: u64,
     /// Failures since.
     in_a_row: usize,
+}
+
+/// Room for some blocks as they are in the file: of so many bytes, and those of a window behind them.
+#[derive(Debug)]
+struct Stage {
+    bytes: AlignedBuf,
+    own: usize,
+    window: usize,
+}
+
+/// A block that is to be read, and the places of its parts that are of use.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Wanted {
+    pub(super) key: Key,
+    pub(super) own: Option<u32>,
+    pub(super) window: Option<u32>,
 }
 
 /// What the file's blocks are, beside their size.
@@ -73,7 +107,26 @@ pub(super) fn settings(max_bytes: u64, block_bytes: usize, fingerprint: [u8; 32]
 
 impl Spill {
     pub(super) fn new(file: BlockFile) -> Self {
-        Self { file, unsaved: VecDeque::new(), good: 0, in_a_row: 0 }
+        Self { file, stage: None, unsaved: VecDeque::new(), good: 0, in_a_row: 0 }
+    }
+
+    /// For blocks of two pools, of so many bytes.
+    ///
+    /// # Errors
+    /// If there is no memory.
+    pub(super) fn with_windows(self, own: usize, window: usize) -> Result<Self, OutOfMemory> {
+        let bytes = AlignedBuf::zeroed(STAGE * (own + window))?;
+        Ok(Self { stage: Some(Stage { bytes, own, window }), ..self })
+    }
+
+    /// Whether the file has the block called `key`, which continues `parent`, with its window's.
+    pub(super) fn holds_window(&self, parent: Key, key: Key) -> bool {
+        self.file.children(parent.0).any(|meta| meta.key == key.0 && meta.note.last() == Some(&WITH_WINDOW))
+    }
+
+    /// Whether the file has a block that continues this one.
+    pub(super) fn goes_on(&self, key: Key) -> bool {
+        self.file.children(key.0).next().is_some()
     }
 
     /// Whether the file has this block.
@@ -86,16 +139,21 @@ impl Spill {
         self.file.touch(key.0);
     }
 
-    /// The block in the file after `parent` that begins as `own` does for longest, and for how long.
+    /// The block in the file after `parent` that begins as `own` does for longest, and for how long. Where windows have
+    /// blocks of their own: of those that have theirs.
     pub(super) fn longest(&self, parent: Key, own: &[u32]) -> Option<(Key, usize)> {
+        let is_apart = self.stage.is_some();
         let common = |meta: &BlockMeta| {
             let words = meta.note.chunks_exact(4).zip(own);
             words.take_while(|(word, token)| **word == token.to_le_bytes()).count()
         };
-        let lengths = self.file.children(parent.0).map(|meta| (meta, common(meta)));
+        let whole = self.file.children(parent.0);
+        let whole = whole.filter(|meta| !is_apart || meta.note.last() == Some(&WITH_WINDOW));
+        let lengths = whole.map(|meta| (meta, common(meta)));
         let (meta, len) = lengths.max_by_key(|(_, len)| *len).filter(|(_, len)| *len > 0)?;
+        let words = &meta.note[..meta.note.len() - usize::from(is_apart)];
         // What the key does not name is not what it says.
-        (parent.child(&tokens(&meta.note)?).0 == meta.key).then_some((Key(meta.key), len))
+        (parent.child(&tokens(words)?).0 == meta.key).then_some((Key(meta.key), len))
     }
 
     /// Reads blocks into their places of `memory`, all at once; says which came.
@@ -117,13 +175,65 @@ impl Spill {
         in_order
     }
 
-    /// Queues a block for writing; false if the file is busy.
+    /// Reads blocks of two pools, each part into its place of that pool's memory; says which came.
+    pub(super) fn get_parts(
+        &mut self,
+        wanted: &[Wanted],
+        own_memory: &mut [u8],
+        window_memory: &mut [u8],
+    ) -> Vec<bool> {
+        let Some(Stage { bytes, own, window }) = &mut self.stage else { return vec![false; wanted.len()] };
+        let (own, window) = (*own, *window);
+        let mut came = Vec::with_capacity(wanted.len());
+        for wanted in wanted.chunks(STAGE) {
+            let parts = bytes.chunks_exact_mut(own + window);
+            let mut slices: Vec<(u128, &mut [u8])> =
+                wanted.iter().zip(parts).map(|(wanted, part)| (wanted.key.0, part)).collect();
+            // A file that fails holds nothing: what it should bring is computed.
+            let read = self.file.get(&mut slices).unwrap_or_else(|_| vec![false; wanted.len()]);
+            for ((wanted, (_, part)), &read) in wanted.iter().zip(&slices).zip(&read) {
+                let (own_part, window_part) = part.split_at(own);
+                if let Some(to) = wanted.own.filter(|_| read) {
+                    own_memory[to as usize * own..][..own].copy_from_slice(own_part);
+                }
+                if let Some(to) = wanted.window.filter(|_| read) {
+                    window_memory[to as usize * window..][..window].copy_from_slice(window_part);
+                }
+            }
+            came.extend(read);
+        }
+        came
+    }
+
+    /// Queues a block for writing, where windows have blocks of their own with the one that goes with it, if that is
+    /// still there; false if the file is busy.
     ///
     /// # Errors
     /// If the file is of no use.
-    pub(super) fn put(&mut self, node: &Node, bytes: &[u8]) -> Result<bool, BlockFileError> {
-        let note = node.tokens.iter().flat_map(|token| token.to_le_bytes()).collect();
-        match self.file.put(BlockMeta { key: node.key.0, parent: node.parent.0, note }, bytes) {
+    pub(super) fn put(
+        &mut self,
+        node: &Node,
+        own: &[u8],
+        window: Option<&[u8]>,
+    ) -> Result<bool, BlockFileError> {
+        let mut note: Vec<u8> = node.tokens.iter().flat_map(|token| token.to_le_bytes()).collect();
+        let bytes = match &mut self.stage {
+            None => own,
+            // There would be nothing in it.
+            Some(_) if own.is_empty() && window.is_none() => return Ok(true),
+            Some(stage) => {
+                note.push(if window.is_some() { WITH_WINDOW } else { WITHOUT_WINDOW });
+                let (own_part, window_part) = stage.bytes[..stage.own + stage.window].split_at_mut(stage.own);
+                own_part.copy_from_slice(own);
+                match window {
+                    Some(window) => window_part.copy_from_slice(window),
+                    None => window_part.fill(0),
+                }
+                &stage.bytes[..stage.own + stage.window]
+            }
+        };
+        let (key, parent) = (node.key.0, node.parent.0);
+        match self.file.put(BlockMeta { key, parent, note: note.into() }, bytes) {
             // The rest of a conversation that fills the whole file.
             Err(BlockFileError::Full { .. }) => Ok(true),
             done => done,
@@ -201,6 +311,6 @@ impl Spill {
 /// The tokens of a note.
 fn tokens(note: &[u8]) -> Option<Vec<u32>> {
     let words = note.chunks_exact(4);
-    let whole = words.remainder().is_empty() && !note.is_empty() && note.len() <= 4 * super::BLOCK;
+    let whole = words.remainder().is_empty() && !note.is_empty() && note.len() <= 4 * BLOCK;
     whole.then(|| words.map(|w| u32::from_le_bytes([w[0], w[1], w[2], w[3]])).collect())
 }

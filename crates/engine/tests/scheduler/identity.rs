@@ -13,6 +13,12 @@ fn so_does_every_client_of_sparse_attention() {
     gets_the_tokens_that_it_gets_alone(TinyModel::glm_dsa(3));
 }
 
+/// Blocks that are seen no more are others' at once, also where the cache is short.
+#[test]
+fn so_does_every_client_of_windows() {
+    gets_the_tokens_that_it_gets_alone(TinyModel::gpt_oss(3));
+}
+
 fn gets_the_tokens_that_it_gets_alone(model: TinyModel) {
     let (_dir, vault, model) = tiny_of(model);
     let top_k = vault.spec.moe.top_k;

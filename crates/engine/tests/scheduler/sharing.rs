@@ -57,7 +57,17 @@ fn spilling(vault: &Vault, file: &Path, kv_contexts: usize, max_bytes: u64) -> S
 /// A cache of one context of 256 positions, and a dozen conversations of 120: most are in the file only.
 #[test]
 fn conversations_longer_than_memory_come_back_from_the_file() {
-    let (dir, vault, model) = tiny();
+    comes_back_from_the_file(TinyModel::qwen3(3));
+}
+
+/// With a block of each kind in a record.
+#[test]
+fn so_do_those_of_windows() {
+    comes_back_from_the_file(TinyModel::gpt_oss(3));
+}
+
+fn comes_back_from_the_file(model: TinyModel) {
+    let (dir, vault, model) = tiny_of(model);
     let file = dir.path().join("conversations.kvcache");
     let prompts: Vec<Vec<u32>> = (0..12).map(|i| model.prompt(110, i)).collect();
     let expected: BTreeMap<usize, Vec<u32>> = {
@@ -114,7 +124,12 @@ fn conversations_longer_than_memory_come_back_from_the_file() {
 
 #[test]
 fn a_small_file_and_a_small_cache_make_it_slower_never_different() {
-    let (dir, vault, model) = tiny();
+    is_never_different(TinyModel::qwen3(3));
+    is_never_different(TinyModel::gpt_oss(3));
+}
+
+fn is_never_different(model: TinyModel) {
+    let (dir, vault, model) = tiny_of(model);
     let mut alone = open(&vault, &options(RingSize::Auto, 16, 1));
     let prompts: Vec<Vec<u32>> = (0..5).map(|i| model.prompt(60 + 20 * i, i as u64)).collect();
     let expected: Vec<Vec<u32>> = prompts.iter().map(|prompt| greedy(&mut alone, prompt, 60)).collect();

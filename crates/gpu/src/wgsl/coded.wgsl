@@ -11,7 +11,8 @@
 //
 // Needs: those lists; coded_plane.wgsl or coded_own.wgsl, the operand; fn levels, which makes factors of codes; fn finish, which takes the sums; fn fma2, const PLAYED;
 // consts LOW, HIGH (bits of the planes), TILE_GROUP, AFFINE, TABLE, TOKENS, THREADS, ITEMS, SLOTS, CHAINS, HELD
-// (lanes hold their shares of tiles, as they cannot of the longest).
+// (lanes hold their shares of tiles, as they cannot of the longest), ONE_ROUND (all items have slots at once: nothing is
+// loaded for a second round, and a kernel that is shorter is sooner where it is needed).
 
 @group(0) @binding(0) var<storage, read> weights: array<vec4<u32>>;
 
@@ -299,11 +300,16 @@ fn products(job: ptr<function, Job>, lane: u32) {
                 multiply(job, &lines, LINES, second, first + second, lane & 3u);
             }
         }
-        // On their way while the chains run.
-        load_items(job, &lines, first + SLOTS, lane);
+        if (ONE_ROUND == 0u) {
+            // On their way while the chains run.
+            load_items(job, &lines, first + SLOTS, lane);
+        }
         workgroupBarrier();
         run_chains(job, &sums, lane, first);
         workgroupBarrier();
+        if (ONE_ROUND == 1u) {
+            break;
+        }
     }
     finish_chains(job, &sums, lane);
 }

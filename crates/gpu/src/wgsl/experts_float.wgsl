@@ -19,5 +19,6 @@ fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) l
     job.first = wg.x * TEAMS * ROWS;
     job.count = e.count;
     job.tokens = x_rows();
-    products(&job, lane);
+    var first: Weights;
+    products(&job, &first, lane);
 }

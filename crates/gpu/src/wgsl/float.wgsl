@@ -6,8 +6,8 @@
 //
 // Lists of calls by token stand in place of loops, as in coded.wgsl; float.rs appends them.
 //
-// Needs: float_wide.wgsl or float_odd.wgsl; fn finish, which takes the sums; consts TOKENS, THREADS, LANES,
-// ROWS.
+// Needs: float_wide.wgsl or float_odd.wgsl and an operand; fn finish, which takes the sums; consts TOKENS, THREADS, LANES,
+// ROWS, FIRST (1 if the first weights of each lane are loaded beforehand).
 
 const TEAMS: u32 = THREADS / LANES;
 const FOURS: u32 = LANES / 4u;
@@ -80,22 +80,38 @@ fn row_of(job: ptr<function, Job>, team: u32, i: u32) -> u32 {
     return min((*job).first + team * ROWS + i, (*job).rows - 1u);
 }
 
-// The workgroup's sums, each handed to `finish(job, row, token, sum)`.
-fn products(job: ptr<function, Job>, lane: u32) {
+/// A lane's weights of eight columns.
+fn take_weights(job: ptr<function, Job>, lane: u32, eight: u32) -> Weights {
     let team = lane / LANES;
+    var w: Weights;
+    w[0] = weights_eight((*job).at, row_of(job, team, 0u), (*job).cols, eight);
+    if (ROWS == 4u) {
+        w[1 % ROWS] = weights_eight((*job).at, row_of(job, team, 1u), (*job).cols, eight);
+        w[2 % ROWS] = weights_eight((*job).at, row_of(job, team, 2u), (*job).cols, eight);
+        w[3 % ROWS] = weights_eight((*job).at, row_of(job, team, 3u), (*job).cols, eight);
+    }
+    return w;
+}
+
+/// Those that it needs first, where they are to be on their way early.
+fn first_weights(job: ptr<function, Job>, lane: u32) -> Weights {
+    var w: Weights;
+    if (FIRST == 1u && 8u * (lane % LANES) < (*job).used) {
+        w = take_weights(job, lane, lane % LANES);
+    }
+    return w;
+}
+
+// The workgroup's sums, each handed to `finish(job, row, token, sum)`.
+fn products(job: ptr<function, Job>, first: ptr<function, Weights>, lane: u32) {
     let eights = ((*job).used + 7u) / 8u;
-    let row0 = row_of(job, team, 0u);
-    let row1 = row_of(job, team, 1u);
-    let row2 = row_of(job, team, 2u);
-    let row3 = row_of(job, team, 3u);
     var sums = Sums();
     for (var eight = lane % LANES; eight < eights; eight += LANES) {
         var w: Weights;
-        w[0] = weights_eight((*job).at, row0, (*job).cols, eight);
-        if (ROWS == 4u) {
-            w[1 % ROWS] = weights_eight((*job).at, row1, (*job).cols, eight);
-            w[2 % ROWS] = weights_eight((*job).at, row2, (*job).cols, eight);
-            w[3 % ROWS] = weights_eight((*job).at, row3, (*job).cols, eight);
+        if (FIRST == 1u && eight < LANES) {
+            w = *first;
+        } else {
+            w = take_weights(job, lane, eight);
         }
         add_tokens(job, &sums, &w, eight);
     }

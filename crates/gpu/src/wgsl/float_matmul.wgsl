@@ -21,5 +21,6 @@ fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) l
     job.first = wg.x * TEAMS * ROWS;
     job.count = min(TOKENS, p.tokens - t);
     job.tokens = array<u32, 8>(t, t + 1u, t + 2u, t + 3u, t + 4u, t + 5u, t + 6u, t + 7u);
-    products(&job, lane);
+    var first: Weights;
+    products(&job, &first, lane);
 }

@@ -3,7 +3,6 @@
 // Needs: const KIND: 0 f32, 1 f16, 2 bf16.
 
 @group(0) @binding(0) var<storage, read> matrix: array<u32>;
-@group(0) @binding(1) var<storage, read> x: array<f32>;
 
 // Bytes of what `matrix` is an array of.
 const UNIT: u32 = 4u;
@@ -26,16 +25,6 @@ fn weights_eight(at: u32, row: u32, cols: u32, eight: u32) -> Eight {
         let col = 8u * eight + j;
         if (col < cols) { out.a[j] = weight(at, row * cols + col); }
         if (col + 4u < cols) { out.b[j] = weight(at, row * cols + col + 4u); }
-    }
-    return out;
-}
-
-fn x_eight(token: u32, cols: u32, eight: u32) -> Eight {
-    var out: Eight;
-    for (var j = 0u; j < 4u; j++) {
-        let col = 8u * eight + j;
-        if (col < cols) { out.a[j] = x[token * cols + col]; }
-        if (col + 4u < cols) { out.b[j] = x[token * cols + col + 4u]; }
     }
     return out;
 }

@@ -3,7 +3,6 @@
 // Needs: const KIND: 0 f32, 1 f16, 2 bf16.
 
 @group(0) @binding(0) var<storage, read> matrix: array<vec4<u32>>;
-@group(0) @binding(1) var<storage, read> x: array<vec4<f32>>;
 
 // Bytes of what `matrix` is an array of.
 const UNIT: u32 = 16u;
@@ -23,9 +22,4 @@ fn weights_eight(at: u32, row: u32, cols: u32, eight: u32) -> Eight {
     }
     let w = matrix[at + i];
     return Eight(vec4(two(w.x), two(w.y)), vec4(two(w.z), two(w.w)));
-}
-
-fn x_eight(token: u32, cols: u32, eight: u32) -> Eight {
-    let i = 2u * (token * (cols / 8u) + eight);
-    return Eight(x[i], x[i + 1u]);
 }

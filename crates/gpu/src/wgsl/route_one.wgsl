@@ -4,7 +4,8 @@
 // Needs: route_keys.wgsl; what route.wgsl needs but TOKENS, LISTED, logits; const THREADS, PER (experts of a lane), SPREAD (lanes that share
 // the ranking of an expert), PADDED (EXPERTS, up to whole runs of keys); fn logit_of(expert), called once for each.
 
-struct Params { parts: u32, scale: f32, number: f32, seen: u32, nothing: u32 }
+// eps and residual are the norm's, where there is one.
+struct Params { parts: u32, scale: f32, number: f32, seen: u32, eps: f32, residual: f32, nothing: u32 }
 var<immediate> p: Params;
 
 const SIZE: u32 = EXPERTS / GROUPS;

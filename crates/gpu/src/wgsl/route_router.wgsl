@@ -4,7 +4,7 @@
 // a logit is its own proof that it is there: words are EMPTY until their logit is posted, and whoever was counted as
 // the last reads each until it is not. It leaves everything as it found it.
 //
-// Needs: float.wgsl, float_wide.wgsl or float_odd.wgsl, route_one.wgsl, const COLS; the buffer post (atomic<u32>: EXPERTS logits, and
+// Needs: float.wgsl, float_wide.wgsl or float_odd.wgsl and an operand, route_one.wgsl, route_plain.wgsl or route_norm.wgsl, const COLS; the buffer post (atomic<u32>: EXPERTS logits, and
 // the number of workgroups that are done).
 
 // A NaN that no product makes here.
@@ -39,7 +39,10 @@ fn main(
     job.used = COLS;
     job.first = wg.x * TEAMS * ROWS;
     job.count = 1u;
-    products(&job, lane);
+    var first = first_weights(&job, lane);
+    var held: Held;
+    prepare(&held, wg.x, lane, width, place);
+    products(&job, &first, lane);
     workgroupBarrier();
     if (lane == 0u) {
         done_before = atomicAdd(&post[EXPERTS], 1u);
@@ -49,5 +52,7 @@ fn main(
             atomicStore(&post[EXPERTS], 0u);
         }
         route(lane, width, place);
+        // Every workgroup has read what this one writes: their logits follow from it, and have been read.
+        end(&held, lane);
     }
 }

@@ -34,11 +34,11 @@ pub struct Request {
 }
 
 impl Request {
-    /// The weight file that a part is asked of, if it is more than a sample.
+    /// The weight file that a part is asked of, if it is more than samples that lie side by side.
     pub fn weights(&self) -> Option<(&str, u64, u64)> {
         let name = self.path.rsplit('/').next()?;
         let (start, end) = self.range.unwrap_or((0, u64::MAX));
-        (name.ends_with(".safetensors") && end - start > 5000).then_some((name, start, end))
+        (name.ends_with(".safetensors") && end - start > 64 << 10).then_some((name, start, end))
     }
 }
 

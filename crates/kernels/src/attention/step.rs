@@ -1,7 +1,7 @@
 //! Attention of all tokens of a step, spread over the threads of a pool.
 
 use std::ops::Range;
-use std::sync::{Mutex, MutexGuard, TryLockError};
+use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, TryLockError};
 
 use super::tile::{scratch_len, tile_tokens};
 use super::{KvBlocks, KvPlane};
@@ -49,17 +49,15 @@ impl Sight<'_> {
     }
 }
 
-/// Working memory of [`attend`]: a buffer per thread.
+/// Positions whose rows a task copies where a token's are copied by several (EXP-KERNEL-12: unmeasured).
+const GATHERED: usize = 256;
+
+/// Working memory of [`attend`]: a buffer per thread, and room for the rows of as many tokens.
 #[derive(Debug)]
 pub struct AttentionScratch {
-    buffers: Vec<Mutex<Buffer>>,
-}
-
-#[derive(Debug, Default)]
-struct Buffer {
-    floats: Vec<f32>,
-    /// Rows of chosen positions.
-    rows: Vec<u8>,
+    buffers: Vec<Mutex<Vec<f32>>>,
+    /// Rows of chosen positions: of a thread's token, or of a token that several threads share.
+    rows: Vec<RwLock<Vec<u8>>>,
 }
 
 impl AttentionScratch {
@@ -67,16 +65,19 @@ impl AttentionScratch {
     #[must_use]
     pub fn new(threads: usize, head_dim: usize, value_dim: usize, context: usize) -> Self {
         let len = Self::floats(head_dim, value_dim, context);
-        let buffer = || Mutex::new(Buffer { floats: vec![0.0; len], rows: Vec::new() });
-        Self { buffers: (0..threads.max(1)).map(|_| buffer()).collect() }
+        let threads = threads.max(1);
+        Self {
+            buffers: (0..threads).map(|_| Mutex::new(vec![0.0; len])).collect(),
+            rows: (0..threads).map(|_| RwLock::default()).collect(),
+        }
     }
 
-    /// With room in each buffer for `bytes` of rows of chosen positions: keys, and values that are not the beginnings
+    /// With room for `bytes` of rows of chosen positions for each thread: keys, and values that are not the beginnings
     /// of the keys.
     #[must_use]
     pub fn with_rows(mut self, bytes: usize) -> Self {
-        for buffer in &mut self.buffers {
-            buffer.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner).rows = vec![0; bytes];
+        for rows in &mut self.rows {
+            *rows = RwLock::new(vec![0; bytes]);
         }
         self
     }
@@ -88,12 +89,12 @@ impl AttentionScratch {
         scratch_len(head_dim, value_dim, context)
     }
 
-    /// A buffer that no other thread uses.
-    fn free(&self) -> MutexGuard<'_, Buffer> {
-        let free = self.buffers.iter().find_map(|buffer| match buffer.try_lock() {
-            Ok(guard) => Some(guard),
+    /// A buffer that no other thread uses, and its number.
+    fn free(&self) -> (usize, MutexGuard<'_, Vec<f32>>) {
+        let free = self.buffers.iter().enumerate().find_map(|(i, buffer)| match buffer.try_lock() {
+            Ok(guard) => Some((i, guard)),
             // Nothing is kept there from one use to the next.
-            Err(TryLockError::Poisoned(error)) => Some(error.into_inner()),
+            Err(TryLockError::Poisoned(error)) => Some((i, error.into_inner())),
             Err(TryLockError::WouldBlock) => None,
         });
         let Some(free) = free else { panic!("more threads than the {} of the scratch", self.buffers.len()) };
@@ -101,34 +102,70 @@ impl AttentionScratch {
     }
 }
 
-/// Copies the rows of `chosen` positions together, into a cache of one block that has nothing else.
-fn gather<'a>(blocks: KvBlocks<'_>, chosen: &[u32], rows: &'a mut [u8]) -> KvBlocks<'a> {
-    let (keys, values) = (blocks.keys, blocks.values);
-    let is_one = std::ptr::eq(keys.bytes, values.bytes)
-        && (keys.head_offset, keys.row_bytes) == (values.head_offset, values.row_bytes);
-    let mut copy = |from: KvPlane<'_>, first: usize| {
-        let to = rows[first..first + chosen.len() * from.row_bytes].chunks_exact_mut(from.row_bytes);
-        for (to, &position) in to.zip(chosen) {
-            let (block, at) =
-                (position as usize / blocks.block_positions, position as usize % blocks.block_positions);
-            to.copy_from_slice(from.run(blocks.table[block], at..at + 1).bytes);
-        }
-    };
-    copy(keys, 0);
-    let first_value = if is_one { 0 } else { chosen.len() * keys.row_bytes };
-    if !is_one {
-        copy(values, first_value);
+/// The rows of chosen positions, to be copied together into a cache of one block that has nothing else.
+#[derive(Clone, Copy)]
+struct Gather<'a> {
+    blocks: KvBlocks<'a>,
+    chosen: &'a [u32],
+}
+
+impl<'a> Gather<'a> {
+    /// Whether values are the first elements of the keys.
+    fn is_one(self) -> bool {
+        let KvBlocks { keys, values, .. } = self.blocks;
+        std::ptr::eq(keys.bytes, values.bytes)
+            && (keys.head_offset, keys.row_bytes) == (values.head_offset, values.row_bytes)
     }
-    let rows = &*rows;
-    let plane = |from: KvPlane<'_>, head_offset| {
-        let KvPlane { ty, row_bytes, .. } = from;
-        KvPlane { ty, bytes: rows, row_bytes, block_stride: 0, head_offset }
-    };
-    KvBlocks {
-        keys: plane(keys, 0),
-        values: plane(values, first_value),
-        table: &[0],
-        block_positions: chosen.len(),
+
+    fn key_bytes(self) -> usize {
+        self.chosen.len() * self.blocks.keys.row_bytes
+    }
+
+    /// Where the rows of the keys come from and go to, and those of the values: none if they are the same.
+    fn planes<'b>(self, rows: &'b mut [u8]) -> [(KvPlane<'a>, &'b mut [u8]); 2] {
+        let KvBlocks { keys, values, .. } = self.blocks;
+        let (of_keys, rest) = rows.split_at_mut(self.key_bytes());
+        let len = if self.is_one() { 0 } else { self.chosen.len() * values.row_bytes };
+        [(keys, of_keys), (values, &mut rest[..len])]
+    }
+
+    /// Copies all rows.
+    fn copy(self, rows: &mut [u8]) {
+        for (from, rows) in self.planes(rows) {
+            self.copy_of(from, 0, rows);
+        }
+    }
+
+    /// The same, by all threads.
+    fn copy_parallel(self, pool: &Pool, rows: &mut [u8]) {
+        for (from, rows) in self.planes(rows) {
+            pool.chunks_mut(rows, GATHERED * from.row_bytes, &|i, rows| {
+                self.copy_of(from, i * GATHERED, rows);
+            });
+        }
+    }
+
+    /// Copies the rows of one plane from the `first`-th chosen position on, as many as there is room for.
+    fn copy_of(self, from: KvPlane<'_>, first: usize, rows: &mut [u8]) {
+        let size = self.blocks.block_positions;
+        for (to, &position) in rows.chunks_exact_mut(from.row_bytes).zip(&self.chosen[first..]) {
+            let (block, at) = (position as usize / size, position as usize % size);
+            to.copy_from_slice(from.run(self.blocks.table[block], at..at + 1).bytes);
+        }
+    }
+
+    /// The cache that the rows are.
+    fn cache<'b>(self, rows: &'b [u8]) -> KvBlocks<'b> {
+        let plane = |from: KvPlane<'_>, head_offset| {
+            let KvPlane { ty, row_bytes, .. } = from;
+            KvPlane { ty, bytes: rows, row_bytes, block_stride: 0, head_offset }
+        };
+        KvBlocks {
+            keys: plane(self.blocks.keys, 0),
+            values: plane(self.blocks.values, if self.is_one() { 0 } else { self.key_bytes() }),
+            table: &[0],
+            block_positions: self.chosen.len(),
+        }
     }
 }
 
@@ -160,10 +197,24 @@ pub fn attend<'a>(
     assert!(sinks.is_none_or(|sinks| sinks.len() == n_kv_heads * per_kv), "one sink per query head");
     let at_once = tile_tokens(per_kv);
     let tiles = tokens.div_ceil(at_once);
+    let positions = sight(tokens.saturating_sub(1), 0).visible.len();
+    let forks = positions * tokens * n_kv_heads * per_kv * (head_dim + value_dim) >= FORK;
     // Few tokens of many heads that share one (a latent's) are cut between heads too: as many as a token by itself
     // takes at once.
-    let piece = if n_kv_heads * tiles < pool.threads() { LANES.min(per_kv) } else { per_kv };
+    let piece = if forks && n_kv_heads * tiles < pool.threads() { LANES.min(per_kv) } else { per_kv };
     let pieces = per_kv.div_ceil(piece);
+    if pieces > 1 {
+        // So many heads make a tile of one token each. Its rows are copied once for all of its pieces, by all threads
+        // (EXP-KERNEL-12).
+        assert!(at_once == 1 && n_kv_heads * tiles <= scratch.rows.len(), "room for the rows of each tile");
+        for (tile, rows) in scratch.rows[..n_kv_heads * tiles].iter_mut().enumerate() {
+            let Sight { blocks, chosen, .. } = sight(tile % tiles, tile / tiles);
+            if let Some(chosen) = chosen {
+                let rows = rows.get_mut().unwrap_or_else(PoisonError::into_inner);
+                Gather { blocks, chosen }.copy_parallel(pool, rows);
+            }
+        }
+    }
     let (out, scratch) = (Shared::new(out), &*scratch);
     // One head after the other: its rows stay in a thread's cache from tile to tile.
     let work = |task: usize| {
@@ -171,7 +222,8 @@ pub fn attend<'a>(
         let n_q = piece.min(per_kv - first_query);
         let first_query = head * per_kv + first_query;
         let end = tokens.min((tile + 1) * at_once);
-        let mut buffer = scratch.free();
+        let (buffer, mut floats) = scratch.free();
+        let slot = if pieces > 1 { head * tiles + tile } else { buffer };
         let mut first = tile * at_once;
         while first < end {
             let seen = sight(first, head);
@@ -187,9 +239,16 @@ pub fn attend<'a>(
             let columns = first_query * value_dim..(first_query + n_q) * value_dim;
             // SAFETY: each task has its own tokens' own columns.
             let mut out = unsafe { out.shard(first * width, next - first, width, columns) };
-            let Buffer { floats, rows } = &mut *buffer;
+            let rows;
             let (blocks, visible) = match seen.chosen {
-                Some(chosen) => (gather(seen.blocks, chosen, rows), 0..chosen.len()),
+                Some(chosen) => {
+                    let gather = Gather { blocks: seen.blocks, chosen };
+                    if pieces == 1 {
+                        gather.copy(&mut scratch.rows[slot].write().unwrap_or_else(PoisonError::into_inner));
+                    }
+                    rows = scratch.rows[slot].read().unwrap_or_else(PoisonError::into_inner);
+                    (gather.cache(&rows), 0..chosen.len())
+                }
                 None => (seen.blocks, seen.visible),
             };
             kernels.attention_block(
@@ -201,16 +260,15 @@ pub fn attend<'a>(
                 visible,
                 scale,
                 sinks.map(|sinks| &sinks[first_query..first_query + n_q]),
-                floats,
+                &mut floats,
                 &mut out,
             );
             first = next;
         }
     };
-    let positions = sight(tokens.saturating_sub(1), 0).visible.len();
-    if positions * tokens * n_kv_heads * per_kv * (head_dim + value_dim) < FORK {
-        (0..n_kv_heads * tiles * pieces).for_each(work);
-    } else {
+    if forks {
         pool.run(n_kv_heads * tiles * pieces, &work);
+    } else {
+        (0..n_kv_heads * tiles * pieces).for_each(work);
     }
 }

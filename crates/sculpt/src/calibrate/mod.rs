@@ -37,6 +37,18 @@ pub struct Document {
     pub counted: Vec<bool>,
 }
 
+impl Document {
+    /// A text of which some tokens are to be predicted: those before them count, as it is their inputs that predict.
+    #[must_use]
+    pub fn predicting(tokens: Vec<u32>, mut scored: Vec<bool>) -> Self {
+        scored.rotate_left(1);
+        if let Some(last) = scored.last_mut() {
+            *last = false;
+        }
+        Self { tokens, counted: scored }
+    }
+}
+
 /// Of what model and text statistics are.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Head {

@@ -28,6 +28,8 @@ const MAX_ELEMENTS: u64 = 1 << 23;
 const MAX_KEY: u64 = 1 << 16;
 const MAX_NAME: u64 = 256;
 const MAX_SHARDS: u64 = 10_000;
+/// Characters of a message.
+const MAX_MESSAGE: usize = 500;
 /// Bytes read ahead.
 const AHEAD: usize = 64 << 10;
 
@@ -262,7 +264,12 @@ struct Cursor<'a> {
 
 impl Cursor<'_> {
     fn fail<T>(&self, at: u64, what: impl Into<String>) -> Result<T, SculptError> {
-        Err(SculptError::Gguf { file: self.path.to_owned(), at, what: what.into() })
+        let mut what = what.into();
+        // A key of the file may be 64 KiB long.
+        if let Some((end, _)) = what.char_indices().nth(MAX_MESSAGE) {
+            what.replace_range(end.., "...");
+        }
+        Err(SculptError::Gguf { file: self.path.to_owned(), at, what })
     }
 
     /// The next bytes; no more than the file has.

@@ -303,6 +303,10 @@ pub(crate) enum Leaf {
 }
 
 impl Leaf {
+    const fn has_codes(self) -> bool {
+        !matches!(self, Self::Float(..))
+    }
+
     fn places(self) -> Vec<At> {
         match self {
             Self::Float(at, _) | Self::Ggml(at, _) => vec![at],
@@ -324,6 +328,10 @@ impl Heads {
     /// Where its tensors are.
     pub fn places(&self) -> Vec<At> {
         [self.k, self.v].into_iter().flat_map(Leaf::places).collect()
+    }
+
+    pub fn has_codes(&self) -> bool {
+        self.k.has_codes() || self.v.has_codes()
     }
 
     pub fn weights(
@@ -377,6 +385,10 @@ impl Joined {
     /// Where its tensors are.
     pub fn places(&self) -> Vec<At> {
         [self.qkv, self.gate].into_iter().flat_map(Leaf::places).collect()
+    }
+
+    pub fn has_codes(&self) -> bool {
+        self.qkv.has_codes() || self.gate.has_codes()
     }
 
     pub fn weights(

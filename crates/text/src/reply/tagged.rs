@@ -1,6 +1,7 @@
 //! Calls that name each parameter in markup and give its value as text: Qwen3-Coder, GLM, MiniMax, DeepSeek V3.2.
 //!
-//! The values become JSON by the tool's schema, one parameter at a time, unless the markup itself says what they are.
+//! The values become JSON by the tool's schema, unless the markup itself says what they are: strings as they come,
+//! everything else when it is complete.
 //! A call that breaks off leaves its object open, as one in JSON does, so that half a call is never taken for a whole
 //! one.
 
@@ -127,8 +128,10 @@ pub(super) struct Tagged {
     text: String,
     name: String,
     key: String,
-    /// What the markup says of the present value.
+    /// What is known of the present value.
     kind: Kind,
+    /// Of a string on lines of its own: where its next character stands.
+    line: Line,
     /// Parameters passed on.
     written: usize,
     /// Nothing but a tool on offer makes it a call: the marker before it is missing.
@@ -151,16 +154,37 @@ enum Part {
 /// What a value is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
-    /// What the schema says.
+    /// What the schema makes of its text.
     BySchema,
+    /// A string, which is passed on as it comes.
     String,
+    /// JSON, if it can be.
     Json,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Line {
+    /// At the beginning: a new line is none of it.
+    First,
+    Inside,
+    /// After a new line, which may be that of the end.
+    Break,
 }
 
 impl Tagged {
     fn new(style: &'static Style, part: Part) -> Self {
         let (text, name, key) = (String::new(), String::new(), String::new());
-        Tagged { style, part, text, name, key, kind: Kind::BySchema, written: 0, only_offered: false }
+        Tagged {
+            style,
+            part,
+            text,
+            name,
+            key,
+            kind: Kind::BySchema,
+            line: Line::First,
+            written: 0,
+            only_offered: false,
+        }
     }
 
     /// After the marker of a call.
@@ -193,10 +217,14 @@ impl Tagged {
     pub(super) fn take(&mut self, token: Token, out: &mut Output, tools: &[ToolSpec]) -> Step {
         let taken = match (self.part, token) {
             (Part::Value, Token::Char(c)) => {
-                self.text.push(c);
+                match self.kind {
+                    Kind::String => self.say(c, out),
+                    Kind::BySchema | Kind::Json => self.text.push(c),
+                }
                 true
             }
             (Part::Value, Token::Mark(Mark::ValueEnd)) => {
+                self.line = Line::Inside;
                 if self.style.own_lines && self.text.ends_with('\n') {
                     self.text.pop();
                 }
@@ -225,15 +253,15 @@ impl Tagged {
                 out.end();
                 return Step::Done;
             }
-            (Part::Key, Token::Mark(Mark::KeyEnd)) => self.keyed(Kind::BySchema),
-            (Part::Key, Token::Mark(Mark::StringKeyEnd)) => self.keyed(Kind::String),
-            (Part::Key, Token::Mark(Mark::JsonKeyEnd)) => self.keyed(Kind::Json),
+            (Part::Key, Token::Mark(Mark::KeyEnd)) => self.keyed(Kind::BySchema, out, tools),
+            (Part::Key, Token::Mark(Mark::StringKeyEnd)) => self.keyed(Kind::String, out, tools),
+            (Part::Key, Token::Mark(Mark::JsonKeyEnd)) => self.keyed(Kind::Json, out, tools),
             (Part::Key, Token::Char(c)) => {
                 self.text.push(c);
                 self.text.len() <= NAME_LIMIT
             }
             (Part::Assign, Token::Mark(Mark::Value)) => {
-                self.go_on(Part::Value);
+                self.begin_value(out);
                 true
             }
             (Part::Function | Part::Parameters | Part::Assign, Token::Char(c)) => c.is_whitespace(),
@@ -249,7 +277,9 @@ impl Tagged {
 
     /// The reply ends here: what there is of a value is passed on, as a string without its end.
     pub(super) fn cut(&mut self, out: &mut Output) {
-        if self.in_value() {
+        if self.in_value() && self.kind == Kind::String {
+            self.keep_break(out);
+        } else if self.in_value() {
             self.write_key(out);
             let value = Json::from(self.value()).to_string();
             out.arguments(&value[..value.len() - 1]);
@@ -286,11 +316,63 @@ impl Tagged {
         true
     }
 
-    fn keyed(&mut self, kind: Kind) -> bool {
+    fn keyed(&mut self, kind: Kind, out: &mut Output, tools: &[ToolSpec]) -> bool {
         self.key = self.text.trim().to_owned();
-        self.kind = kind;
-        self.go_on(if self.style.assign.is_empty() { Part::Value } else { Part::Assign });
-        !self.key.is_empty()
+        let is_string = || {
+            let types = self.schema(tools).and_then(|schema| Types::of(schema, SCHEMA_DEPTH));
+            types.is_some_and(Types::is_string)
+        };
+        self.kind = if kind == Kind::BySchema && is_string() { Kind::String } else { kind };
+        if self.key.is_empty() {
+            return false;
+        }
+        if self.style.assign.is_empty() {
+            self.begin_value(out);
+        } else {
+            self.go_on(Part::Assign);
+        }
+        true
+    }
+
+    fn begin_value(&mut self, out: &mut Output) {
+        self.go_on(Part::Value);
+        self.line = Line::First;
+        if self.kind == Kind::String {
+            self.write_key(out);
+            out.arguments("\"");
+        }
+    }
+
+    /// Passes on a character of a string.
+    fn say(&mut self, c: char, out: &mut Output) {
+        if !self.style.own_lines {
+            return escape(c, out);
+        }
+        match (self.line, c) {
+            (Line::First, '\n') => self.line = Line::Inside,
+            (_, '\n') => {
+                self.keep_break(out);
+                self.line = Line::Break;
+            }
+            _ => {
+                self.keep_break(out);
+                self.line = Line::Inside;
+                escape(c, out);
+            }
+        }
+    }
+
+    /// A new line that waited is part of the string.
+    fn keep_break(&self, out: &mut Output) {
+        if self.line == Line::Break {
+            escape('\n', out);
+        }
+    }
+
+    /// The schema of the parameter.
+    fn schema<'a>(&self, tools: &'a [ToolSpec]) -> Option<&'a Json> {
+        let tool = tools.iter().find(|tool| tool.name == self.name)?;
+        tool.parameters.get("properties")?.get(&self.key)
     }
 
     /// The value's text.
@@ -305,19 +387,32 @@ impl Tagged {
         self.written += 1;
     }
 
-    /// Passes on the parameter.
+    /// Passes on the parameter, or the end of a string.
     fn write(&mut self, out: &mut Output, tools: &[ToolSpec]) {
-        self.write_key(out);
-        let tool = tools.iter().find(|tool| tool.name == self.name);
-        let schema = tool.and_then(|tool| tool.parameters.get("properties")?.get(&self.key));
-        let value = self.value();
-        let is_json = || serde_json::from_str::<Json>(value.trim()).is_ok();
-        out.arguments(&match self.kind {
-            Kind::String => Json::from(value).to_string(),
-            Kind::Json if is_json() => value.trim().to_owned(),
-            Kind::Json | Kind::BySchema => to_json(value, schema),
-        });
+        if self.kind == Kind::String {
+            self.keep_break(out);
+            out.arguments("\"");
+        } else {
+            self.write_key(out);
+            let value = self.value();
+            let is_json = self.kind == Kind::Json && serde_json::from_str::<Json>(value.trim()).is_ok();
+            out.arguments(&if is_json {
+                value.trim().to_owned()
+            } else {
+                to_json(value, self.schema(tools))
+            });
+        }
         self.go_on(Part::Parameters);
+    }
+}
+
+/// A character within a JSON string.
+fn escape(c: char, out: &mut Output) {
+    if c < ' ' || matches!(c, '"' | '\\') {
+        let quoted = Json::from(c.to_string()).to_string();
+        out.arguments(&quoted[1..quoted.len() - 1]);
+    } else {
+        out.arguments(c.encode_utf8(&mut [0; 4]));
     }
 }
 

@@ -15,15 +15,7 @@ pub fn calibrate(vault: &Path, engine: &mut Engine, texts: &Texts, out: &Path) -
         .list
         .iter()
         .filter(|text| text.calibrates)
-        .map(|text| {
-            let mut counted = text.answer.clone();
-            // A token's input counts if the next token is of an answer.
-            counted.rotate_left(1);
-            if let Some(last) = counted.last_mut() {
-                *last = false;
-            }
-            Document { tokens: text.tokens.clone(), counted }
-        })
+        .map(|text| Document::predicting(text.tokens.clone(), text.answer.clone()))
         .collect();
     let vault = Vault::open(vault)?;
     let manifest = vault.experts.manifest().ok_or("a vault of ours has a manifest")?;

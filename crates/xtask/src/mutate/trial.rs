@@ -18,7 +18,7 @@ use smoe_text::{ModelText, TemplateInput};
 
 use super::corpus::{Base, Files, corpus};
 use super::edit::{Mutant, mutate};
-use super::tell;
+use super::{gguf, tell};
 use crate::Result;
 
 /// The memory plan of a case.
@@ -27,6 +27,8 @@ const MEMORY: u64 = 256 << 20;
 const MAX_RESIDENT: u64 = 2 * MEMORY;
 /// Slots of a small ring: one more than tokens visit.
 const RING: usize = 4;
+/// One case of so many is a GGUF file.
+const GGUF_SHARE: usize = 3;
 /// In the vocabulary of every base.
 const TOKENS: [u32; 3] = [3, 141, 59];
 
@@ -41,6 +43,9 @@ pub fn work(seed: u64, first: u64, only: Option<u64>, time: Duration) -> Result<
     let start = Instant::now();
     let root = tempfile::tempdir()?;
     let bases = corpus(root.path())?;
+    let sources = gguf::sources(root.path())?;
+    let room = root.path().join("gguf");
+    fs::create_dir(&room)?;
     std::panic::set_hook(Box::new(|info| {
         let payload = info.payload_as_str().unwrap_or("no message");
         let place = info.location().map_or_else(String::new, ToString::to_string);
@@ -54,10 +59,17 @@ pub fn work(seed: u64, first: u64, only: Option<u64>, time: Duration) -> Result<
     let mut case = first;
     while only.is_some() || start.elapsed() < time {
         let mut random = Random::named(seed, &format!("case {case}"));
-        let which = random.below(bases.len());
-        let mutant = mutate(&bases, which, &mut random);
-        say(tell::CASE, &format!("{case} {}", mutant.what));
-        match attempt(&bases, which, &mutant, case)? {
+        let verdict = if random.below(GGUF_SHARE) == 0 {
+            let mutant = gguf::mutate(&sources, &room, &mut random)?;
+            say(tell::CASE, &format!("{case} {}", mutant.what));
+            watched(|| gguf::attempt(&mutant, &room))
+        } else {
+            let which = random.below(bases.len());
+            let mutant = mutate(&bases, which, &mut random);
+            say(tell::CASE, &format!("{case} {}", mutant.what));
+            attempt(&bases, which, &mutant, case)?
+        };
+        match verdict {
             Ok(outcome) => say(tell::OUTCOME, &outcome),
             Err(finding) => say(tell::FINDING, &finding),
         }
@@ -89,21 +101,28 @@ fn attempt(
         return Ok(Ok("no change".to_owned()));
     }
     replace(&base.directory, &base.files, &mutant.files)?;
+    let verdict = watched(|| try_vault(bases, base, mutant, case));
+    replace(&base.directory, &mutant.files, &base.files)?;
+    Ok(verdict)
+}
+
+/// The verdict of a trial, or that it panicked or took too much memory.
+fn watched(
+    trial: impl FnOnce() -> std::result::Result<String, String>,
+) -> std::result::Result<String, String> {
     // Where the kernel keeps it, the peak of resident memory starts anew with each case.
     let _ = fs::write("/proc/self/clear_refs", "5");
     TRYING.store(true, Ordering::Relaxed);
-    let tried = catch_unwind(AssertUnwindSafe(|| try_vault(bases, base, mutant, case)));
+    let tried = catch_unwind(AssertUnwindSafe(trial));
     TRYING.store(false, Ordering::Relaxed);
-    replace(&base.directory, &mutant.files, &base.files)?;
-
     let panics = PANICS.lock().map(|mut panics| std::mem::take(&mut *panics)).unwrap_or_default();
     if tried.is_err() || !panics.is_empty() {
-        return Ok(Err(format!("panic: {}", panics.join("; "))));
+        return Err(format!("panic: {}", panics.join("; ")));
     }
     if let Some(resident) = peak_resident().filter(|&bytes| bytes > MAX_RESIDENT) {
-        return Ok(Err(format!("{resident} bytes of memory in use, with a plan of {MEMORY}")));
+        return Err(format!("{resident} bytes of memory in use, with a plan of {MEMORY}"));
     }
-    Ok(tried.unwrap_or_else(|_| Err("panic".to_owned())))
+    tried.unwrap_or_else(|_| Err("panic".to_owned()))
 }
 
 /// Turns the files `from` in a directory into `to`.

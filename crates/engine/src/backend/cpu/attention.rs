@@ -173,7 +173,7 @@ impl CpuBackend {
         let tokens = rows.len();
         let weights = &context.weights.layers[layer];
         let window = context.spec.window(layer);
-        let (bytes, geometry) = kv.memory();
+        let (bytes, geometry) = kv.memory(layer);
         let Some(keys) = geometry.plane(layer, kv::Plane::Keys) else { return };
         let values = geometry.plane(layer, kv::Plane::Values).unwrap_or(keys);
         let sight = |t: usize, head: usize| {
@@ -184,7 +184,7 @@ impl CpuBackend {
                 block_stride: geometry.block_stride,
                 head_offset: plane.head(head),
             };
-            let table = kv.blocks(rows[t].seq);
+            let table = kv.table(layer, rows[t].seq);
             let (keys, values) = (plane(keys), plane(values));
             let end = rows[t].position as usize + 1;
             Sight {

@@ -73,7 +73,7 @@ impl IndexPlanes {
         if !self.is_asked(rows) {
             return;
         }
-        let (bytes, geometry) = kv.memory();
+        let (bytes, geometry) = kv.memory(layer);
         let Some(plane) = geometry.plane(layer, kv::Plane::IndexKeys) else { return };
         let keys = KvPlane {
             ty: kv.kv_type(),
@@ -83,7 +83,7 @@ impl IndexPlanes {
             head_offset: plane.head(0),
         };
         let sight = |t: usize| {
-            let table = kv.blocks(rows[t].seq);
+            let table = kv.table(layer, rows[t].seq);
             let blocks = KvBlocks { keys, values: keys, table, block_positions: BLOCK };
             Sight { blocks, visible: 0..rows[t].position as usize + 1, chosen: None }
         };

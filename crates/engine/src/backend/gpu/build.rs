@@ -8,7 +8,8 @@ use smoe_gpu::{
     Angles, Argmax, Attention, AttentionHeads, AttentionOutputs, AttentionScratch, CodedMatmul, Columns,
     Delta, Down, Embed, ExactMatmul, ExpertInput, ExpertLayout, FloatMatmul, GateUp, Gpu, GpuError, Halt,
     Hidden, KvFormat, KvLayout, MixNorm, NormOutputs, Projections as Projected, QkNorm, RopeAppend,
-    RopePairs, Route, RouteInputs, RouteOutputs, Rows, Shared, Slice, Weights as DeviceWeights, WorkList,
+    RopePairs, Route, RouteInputs, RouteOutputs, RouterNorm, Rows, Shared, Slice, Weights as DeviceWeights,
+    WorkList,
 };
 use smoe_kernels::{KvType, Matrix, Pool};
 use smoe_meter::TierMeter;
@@ -461,11 +462,22 @@ impl<'a> Builder<'a> {
                 let own = device_list.expect("a model with experts has a list");
                 let bias = router_bias.as_ref().map(|bias| self.up.vector(bias)).transpose()?;
                 let correction = (!correction.is_empty()).then(|| self.up.vector(correction)).transpose()?;
+                // What `leave` does.
+                let norm = RouterNorm {
+                    hidden: &self.planes.hidden,
+                    weight: &norm_weight,
+                    added: &self.planes.delta,
+                    bias: o_bias.as_ref(),
+                    eps: self.spec.rms_norm_eps,
+                    residual: self.spec.multipliers.residual as f32,
+                    coded: normed.coded.first(),
+                };
                 let inputs = RouteInputs {
                     logits: &logits,
                     bias: bias.as_ref(),
                     correction: correction.as_ref(),
                     router: whole.as_ref().map(|weights| (weights, &normed.float)),
+                    norm: (normed.coded.len() <= 1).then_some(norm),
                     slots: places,
                 };
                 let outputs = RouteOutputs {

@@ -9,18 +9,19 @@
 //! While the device works, the host records what comes next: the layers behind, or, where every expert is there, the
 //! whole of the next step, which is like this one but for a position more. If the token of that step is likely to be the one
 //! with the largest logit, as in greedy decoding, the device finds it by itself, and has the next step before it is
-//! done with this one ([`Begun`]).
+//! done with this one (`begun.rs`).
 
 use std::time::Instant;
 
 use smoe_gpu::{Recorded, Submitted};
 
+use super::begun::Begun;
 use super::ops::LayerOps;
 use super::{GpuBackend, Pending};
 use crate::EngineError;
 use crate::backend::{Advanced, Follows, Row};
 use crate::forecast::{DeviceRates, at_once};
-use crate::kv::{BLOCK, KvCache};
+use crate::kv::KvCache;
 use crate::routes::Routes;
 
 /// Bytes before the router logits of what the host reads: the halt, and the token that the device chose.
@@ -33,8 +34,6 @@ const LAYERS_AT_ONCE: usize = 6;
 thread_local! {
     /// Steps of this thread that had been recorded ahead.
     pub(super) static FORESEEN: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
-    /// Steps of this thread that the device had begun before they were asked for, and those that it began.
-    pub(super) static BEGUN: std::cell::Cell<[usize; 2]> = const { std::cell::Cell::new([0; 2]) };
 }
 
 /// What the host knows of layers on their way.
@@ -50,7 +49,7 @@ pub(super) struct Flow {
     /// Layers that are recorded and not handed over.
     ahead: Option<Ahead>,
     /// The step that is likely to come, where nothing halts.
-    foreseen: Option<Foreseen>,
+    pub(super) foreseen: Option<Foreseen>,
     /// What stands before and after the step.
     pub(super) follows: Follows,
     /// The step that is likely to come, which the device has.
@@ -62,24 +61,13 @@ pub(super) struct Flow {
     pace: Pace,
 }
 
-/// A step of one token that the device works on, or will, before anyone has asked for it.
-pub(super) struct Begun {
-    /// Which token that is, once the device has told: the one with the largest logit.
-    token: Option<u32>,
-    row: Row,
-    /// Positions that it sees.
-    visible: usize,
-    submitted: Submitted,
-    reading: Reading,
-}
-
 /// A step that is recorded, of all layers and the head of each of its tokens.
-struct Foreseen {
-    tokens: usize,
+pub(super) struct Foreseen {
+    pub(super) tokens: usize,
     /// Positions that its tokens see at most.
-    visible: usize,
-    step: Recorded,
-    reading: Reading,
+    pub(super) visible: usize,
+    pub(super) step: Recorded,
+    pub(super) reading: Reading,
 }
 
 /// Layers that are recorded.
@@ -102,7 +90,7 @@ pub(super) struct Reading {
     /// The readback.
     turn: usize,
     /// The token that follows is among it.
-    chosen: bool,
+    pub(super) chosen: bool,
 }
 
 /// How many layers are handed over at once where they may halt.
@@ -226,8 +214,9 @@ impl GpuBackend {
 
     /// Records a layer, whatever the router chooses.
     pub(super) fn record_layer(&mut self, layer: usize) {
-        self.record_attention(layer);
         let tokens = self.tokens;
+        let norms = self.layers[layer].ops.moe().is_some_and(|moe| moe.route.norms(tokens));
+        self.record_attention(layer, !norms);
         let step = self.recorder.step();
         match &self.layers[layer].ops {
             LayerOps::Dense(ffn) => ffn.record(step, tokens),
@@ -235,8 +224,9 @@ impl GpuBackend {
                 if !moe.route.makes_logits(tokens) {
                     moe.router.iter().for_each(|product| product.record(step, tokens));
                 }
-                moe.record_shared(step, tokens);
+                // Its input is there then.
                 moe.route.record(step, tokens);
+                moe.record_shared(step, tokens);
                 moe.own.record(step, tokens);
             }
         }
@@ -313,7 +303,7 @@ impl GpuBackend {
     }
 
     /// Reads what nothing can have halted.
-    fn finish_flow(
+    pub(super) fn finish_flow(
         &mut self,
         submitted: &Submitted,
         reading: Reading,
@@ -326,68 +316,11 @@ impl GpuBackend {
     }
 
     /// Whether a step like this one, one position on, is worth recording.
-    fn may_foresee(&self, head: &[usize]) -> bool {
+    pub(super) fn may_foresee(&self, head: &[usize]) -> bool {
         self.heads_all(head)
             && self.recorder.profile.is_none()
             && self.tokens <= self.flow.few
             && self.visible < self.context
-    }
-
-    /// Whether the device finds the token that follows: that with the largest logit, if what the host reads are the
-    /// logits themselves.
-    fn chooses(&self, head: &[usize]) -> bool {
-        let sees = head == [0] && self.tokens == 1 && self.spec.multipliers.logits == 1.0;
-        self.flow.follows.likely && sees && self.tier.holds_all()
-    }
-
-    /// Hands the step that was foreseen to the device, behind the one that it works on, if the position that it writes has
-    /// its room.
-    fn begin_next(&mut self, rows: &[Row], kv: &KvCache) {
-        let &[Row { seq, position }] = rows else { return };
-        let row = Row { seq, position: position + 1 };
-        let has_room = kv.blocks(seq).len() * BLOCK > row.position as usize;
-        let Some(Foreseen { visible, step, reading, .. }) =
-            self.flow.foreseen.take_if(|step| has_room && step.reading.chosen && step.tokens == 1)
-        else {
-            return;
-        };
-        self.write_rows(&[row], kv);
-        // Of the token that the step before chooses.
-        self.ends.embed.record(self.recorder.step(), 1);
-        if let Some(submitted) = self.submit_with(Some(step)) {
-            #[cfg(test)]
-            BEGUN.set([BEGUN.get()[0], BEGUN.get()[1] + 1]);
-            self.flow.begun = Some(Begun { token: None, row, visible, submitted, reading });
-        }
-    }
-
-    /// The token of a step that may be the one that the device has begun.
-    pub(super) fn begun_with(&self, tokens: &[u32]) -> Option<u32> {
-        let begun = self.flow.begun.as_ref()?.token?;
-        (self.flow.follows.continues && tokens == [begun]).then_some(begun)
-    }
-
-    /// Goes on with what the device has begun, if that is the step that was put off and of this row; else begins it in
-    /// earnest.
-    fn take_begun(&mut self, rows: &[Row], kv: &mut KvCache, head: &[usize]) -> Result<bool, EngineError> {
-        let is_it = |begun: &mut Begun| rows == [begun.row] && head == [0];
-        let Some(begun) = self.flow.begun.take_if(is_it).filter(|_| self.flow.put_off.is_some()) else {
-            self.begin_in_earnest();
-            return Ok(false);
-        };
-        self.flow.put_off = None;
-        self.copy_blocks(kv);
-        #[cfg(test)]
-        BEGUN.set([BEGUN.get()[0] + 1, BEGUN.get()[1]]);
-        self.headed.clear();
-        self.tokens_done += 1;
-        (self.next, self.pending, self.visible) = (self.layers.len(), Pending::Nothing, begun.visible);
-        if self.may_foresee(head) {
-            self.foresee(head);
-            self.begin_next(rows, kv);
-        }
-        self.finish_flow(&begun.submitted, begun.reading, head)?;
-        Ok(true)
     }
 
     /// Whether these are all of the step's tokens.
@@ -396,7 +329,7 @@ impl GpuBackend {
     }
 
     /// Records the step that comes if each token is followed by one.
-    fn foresee(&mut self, head: &[usize]) {
+    pub(super) fn foresee(&mut self, head: &[usize]) {
         let start = Instant::now();
         let (tokens, to) = (self.tokens, self.layers.len());
         self.visible += 1;
@@ -480,7 +413,7 @@ impl GpuBackend {
             (f32::from_le_bytes(word(0)), u32::from_le_bytes(word(4)))
         })?;
         if let Some(begun) = self.flow.begun.as_mut().filter(|_| reading.chosen) {
-            begun.token = Some(chosen);
+            begun.tell(chosen);
         }
         self.meter.waits.add(1);
         self.meter.wait_ns.add_time(start.elapsed());

@@ -8,6 +8,7 @@
 //! Experts' products have the CPU's bits where the device's fma is fused ([`Gpu::fused_fma`]), so it does not
 //! matter which of the two computes an expert; attention and norms sum in an order of their own.
 
+mod begun;
 mod build;
 mod flow;
 mod measure;
@@ -226,7 +227,8 @@ impl GpuBackend {
         }
     }
 
-    fn record_attention(&mut self, layer: usize) {
+    /// Records a layer's attention, and adds it to the hidden states unless something else does.
+    fn record_attention(&mut self, layer: usize, leaves: bool) {
         let (tokens, visible) = (self.tokens, self.visible);
         let ops = &self.layers[layer];
         let step = self.recorder.step();
@@ -238,7 +240,9 @@ impl GpuBackend {
         ops.rope.record(step, tokens);
         ops.attention.record(step, tokens, ops.window.min(visible), visible);
         ops.o.iter().for_each(|product| product.record(step, tokens));
-        ops.leave.record(step, tokens);
+        if leaves {
+            ops.leave.record(step, tokens);
+        }
         self.pending = Pending::Nothing;
         self.next = layer + 1;
     }
@@ -315,7 +319,7 @@ impl Backend for GpuBackend {
             self.begin_in_earnest();
             self.place(rows, kv);
         }
-        self.record_attention(layer);
+        self.record_attention(layer, true);
         Ok(())
     }
 

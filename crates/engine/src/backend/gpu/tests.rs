@@ -9,7 +9,8 @@ use smoe_gpu::{Gpu, Software};
 use smoe_meter::TierSnapshot;
 use smoe_testkit::TinyModel;
 
-use super::flow::{BEGUN, FORESEEN};
+use super::begun::BEGUN;
+use super::flow::FORESEEN;
 use crate::plan::{PlanRequest, RingSize};
 use crate::{Control, DeviceChoice, Engine, EngineOptions, Limits, Sampler, Sampling, Session, Vault};
 

@@ -32,6 +32,15 @@ struct LayerTier {
     policy: Box<dyn Policy>,
 }
 
+impl LayerTier {
+    /// Tells the policy of a use, if it will ever be asked: not where every expert has a slot.
+    fn touch(&mut self, slot: u32, stamp: u64) {
+        if self.expert_of.len() < self.slot_of.len() {
+            self.policy.touch(slot, stamp);
+        }
+    }
+}
+
 /// What became of a request for a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Admission {
@@ -133,14 +142,14 @@ impl ExpertTier {
     /// Counts a use of an expert that is here, by a kernel that is about to be recorded.
     pub(super) fn touch(&mut self, index: usize, slot: u32, stamp: u64) {
         let layer = &mut self.layers[index];
-        layer.policy.touch(slot, stamp);
+        layer.touch(slot, stamp);
         layer.used_in[slot as usize] = self.step;
         self.meter.hits.add(1);
     }
 
     /// Counts a use of an expert that is here, by a kernel that is done.
     pub(super) fn used(&mut self, index: usize, slot: u32, stamp: u64) {
-        self.layers[index].policy.touch(slot, stamp);
+        self.layers[index].touch(slot, stamp);
         self.meter.hits.add(1);
     }
 

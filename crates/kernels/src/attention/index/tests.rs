@@ -101,7 +101,14 @@ fn masked(blocks: KvBlocks<'_>, query: &[f32], visible: usize, chosen: &[u32], d
 
 #[test]
 fn attention_over_chosen_positions_is_attention_with_a_mask() {
-    let (n_q, dims) = (3, [40, 32]);
+    // Few heads, of which tokens make a tile together, and so many that one token's are cut among threads.
+    for n_q in [3, 44] {
+        attends_with_a_mask(n_q);
+    }
+}
+
+fn attends_with_a_mask(n_q: usize) {
+    let dims = [40, 32];
     let chosen: [&[u32]; 3] = [&[0, 5, 31, 32, 33, 70], &[2, 64, 99], &[1]];
     let visible = [71, 100, 30];
     for ty in TYPES {
@@ -148,8 +155,20 @@ fn attention_over_chosen_positions_is_attention_with_a_mask() {
             };
             let plain = run(Kernels::available()[0], 1, [None; 3]);
             for kernels in Kernels::available() {
-                for threads in [1, 3] {
+                for threads in [1, 3, 5] {
                     assert_eq!(bits(&run(kernels, threads, chosen.map(Some))), bits(&scalar), "{kernels:?}");
+                    let some = [Some(chosen[0]), None, Some(chosen[2])];
+                    let expected: Vec<_> = [&scalar, &plain, &scalar]
+                        .iter()
+                        .enumerate()
+                        .flat_map(|(t, of)| &of[t * n_q * dims[1]..(t + 1) * n_q * dims[1]])
+                        .copied()
+                        .collect();
+                    assert_eq!(
+                        bits(&run(kernels, threads, some)),
+                        bits(&expected),
+                        "one sees all, {kernels:?}"
+                    );
                     let all = visible.map(|n| Some(&ALL[..n]));
                     assert_eq!(
                         bits(&run(kernels, threads, all)),

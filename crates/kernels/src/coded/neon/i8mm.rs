@@ -76,35 +76,37 @@ fn rows_at_once<const BITS: u8, const TABLE: bool, const P: usize, const T: usiz
                 }
             }
             let codes = tile.as_ptr().wrapping_add(16 * quarter);
+            // Adds the products of units `f * lines + line` and the next: all fields of a line before the next quarter of
+            // it, as they share what is loaded.
             macro_rules! field_pairs {
-                ($($f:literal),+) => {$(
-                    let mut line = 0;
-                    while $f < narrow_fields && line < lines {
-                        let x = &pairs[($f * lines + line) / 2];
-                        for q in 0..Q {
-                            let codes = codes.wrapping_add(16 * q);
-                            // SAFETY: `f` and the lines are within the tile's planes of this group (asserted).
-                            let [a, b] = unsafe {
-                                [
-                                    load::<BITS>(codes, group, lines, $f, line),
-                                    load::<BITS>(codes, group, lines, $f, line + 1),
-                                ]
-                            };
-                            let [upper, lower] = zip(a, b);
-                            let upper = unpack::<BITS, TABLE>(upper, $f, levels);
-                            let lower = unpack::<BITS, TABLE>(lower, $f, levels);
-                            for p in 0..P {
-                                dots[p][q][0] = smmla(dots[p][q][0], upper[0], x[p]);
-                                dots[p][q][1] = smmla(dots[p][q][1], lower[0], x[p]);
-                                dots[p][q][2] = smmla(dots[p][q][2], upper[1], x[p]);
-                                dots[p][q][3] = smmla(dots[p][q][3], lower[1], x[p]);
-                            }
+                ($q:ident, $line:expr, $x:expr, [$($f:literal),+]) => {$(
+                    if $f < narrow_fields {
+                        let x = if $f == 0 { $x } else { &pairs[($f * lines + $line) / 2 % CHUNKS] };
+                        let codes = codes.wrapping_add(16 * $q);
+                        // SAFETY: `f` and the lines are within the tile's planes of this group (asserted).
+                        let [a, b] = unsafe {
+                            [
+                                load::<BITS>(codes, group, lines, $f, $line),
+                                load::<BITS>(codes, group, lines, $f, $line + 1),
+                            ]
+                        };
+                        let [upper, lower] = zip(a, b);
+                        let upper = unpack::<BITS, TABLE>(upper, $f, levels);
+                        let lower = unpack::<BITS, TABLE>(lower, $f, levels);
+                        for p in 0..P {
+                            dots[p][$q][0] = smmla(dots[p][$q][0], upper[0], x[p]);
+                            dots[p][$q][1] = smmla(dots[p][$q][1], lower[0], x[p]);
+                            dots[p][$q][2] = smmla(dots[p][$q][2], upper[1], x[p]);
+                            dots[p][$q][3] = smmla(dots[p][$q][3], lower[1], x[p]);
                         }
-                        line += 2;
                     }
                 )+};
             }
-            field_pairs!(0, 1, 2, 3);
+            for (i, x) in pairs[..lines / 2].iter().enumerate() {
+                for q in 0..Q {
+                    field_pairs!(q, 2 * i, x, [0, 1, 2, 3]);
+                }
+            }
             for half in 0..2 {
                 for q in 0..Q {
                     let mut of_rows = [vdupq_n_s32(0); T];

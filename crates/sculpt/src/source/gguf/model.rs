@@ -10,7 +10,8 @@ use serde_json::{Map, Value as Json, json};
 
 use super::arch::{ARCHS, Arch};
 use super::names::names;
-use super::{Metadata, Tensor};
+use super::{MAX_NAME, Metadata, Tensor};
+use crate::config::MAX_LAYERS;
 use crate::error::{SculptError, Warning};
 use crate::source::Stored;
 
@@ -49,6 +50,7 @@ pub(super) fn model(
     warnings: &mut Vec<Warning>,
 ) -> Result<(Json, HashMap<String, Stored>), SculptError> {
     let name = metadata.text("general.architecture")?;
+    let name = name.filter(|name| name.len() <= MAX_NAME as usize);
     let name = name.ok_or_else(|| metadata.bad("general.architecture", "the name of an architecture"))?;
     let Some(arch) = ARCHS.iter().find(|arch| arch.name == name) else {
         if metadata.unsigned(&format!("{name}.expert_count"))?.unwrap_or(0) == 0 {
@@ -75,6 +77,9 @@ fn config(
     let (arch, metadata) = (keys.arch, keys.metadata);
     let heads = keys.need("attention.head_count")?;
     let blocks = keys.need("block_count")?;
+    if blocks > MAX_LAYERS as u64 {
+        return Err(metadata.bad(&keys.key("block_count"), &format!("at most {MAX_LAYERS}")));
+    }
     // Blocks that predict further tokens are no layers of the model.
     let more = keys.number("nextn_predict_layers")?.unwrap_or(0);
     let layers = blocks.checked_sub(more).filter(|&n| n > 0);
@@ -204,7 +209,7 @@ fn config(
             put("moe_layer_start_index", json!(leading));
             put("moe_layer_interval", json!(keys.number("interleave_moe_layer_step")?.unwrap_or(1)));
             // The converter does not write it.
-            put("moe_layer_end_index", json!(moe_layers().last()));
+            put("moe_layer_end_index", json!(moe_layers().next_back()));
             put("use_bias", json!(has("blk.0.attn_q.bias")));
         }
         "granitemoe" => {

@@ -172,9 +172,10 @@ impl Delta {
             _ => Order::Plain,
         };
         let of_rows = |order| stored(tensor, tensor.shape.clone(), 0, order);
-        let keys = self.key_heads * self.key;
+        // Whatever the file says; shapes are checked later.
+        let values_from = self.key_heads.saturating_mul(self.key).saturating_mul(2);
         let found = match part {
-            "attn_qkv" if tiled => ("in_proj_qkv.weight", of_rows(rows(2 * keys, self.value))),
+            "attn_qkv" if tiled => ("in_proj_qkv.weight", of_rows(rows(values_from, self.value))),
             "attn_gate" if tiled => ("in_proj_z.weight", of_rows(rows(0, self.value))),
             "attn_qkv" => return Some(("in_proj_qkvz.weight", self.joined(tensor, other("attn_gate")))),
             "attn_gate" => return Some(("", None)),
@@ -186,7 +187,7 @@ impl Delta {
             "ssm_conv1d" => {
                 let mut shape = tensor.shape.clone();
                 shape.insert(shape.len().saturating_sub(1), 1);
-                ("conv1d.weight", stored(tensor, shape, 0, rows(2 * keys, self.value)))
+                ("conv1d.weight", stored(tensor, shape, 0, rows(values_from, self.value)))
             }
             "ssm_norm" => ("norm.weight", of_rows(Order::Plain)),
             "ssm_a" => {

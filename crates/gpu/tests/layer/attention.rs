@@ -1,0 +1,296 @@
+//! Attention over the cache.
+
+use super::*;
+
+/// A cache on both sides: sessions with their blocks, every row that was not stored not a number.
+struct Cache {
+    kv: KvLayout,
+    ty: KvType,
+    bytes: Vec<u8>,
+    tables: Vec<u32>,
+    /// Where each session's table begins.
+    starts: Vec<usize>,
+}
+
+impl Cache {
+    /// Sessions of `lengths` positions.
+    fn new(kv: KvLayout, lengths: &[usize], random: &mut Random) -> Self {
+        let ty = FORMATS.iter().find(|(f, _)| *f == kv.format).unwrap().1;
+        let counts = lengths.iter().map(|n| n.div_ceil(KV_BLOCK));
+        let total: usize = counts.clone().sum();
+        // Blocks in an order of their own, with one that nobody has in front.
+        let mut tables: Vec<u32> = (1..=total as u32).collect();
+        (1..total).for_each(|i| tables.swap(i, random.below(i + 1)));
+        let starts = counts.scan(0, |at, n| Some(std::mem::replace(at, *at + n))).collect();
+        let bytes = vec![0xff; (total + 1) * kv.block_bytes()];
+        let mut cache = Self { kv, ty, bytes, tables, starts };
+        for (session, &length) in lengths.iter().enumerate() {
+            for position in 0..length {
+                for head in 0..kv.n_kv_heads {
+                    let key = random.values(kv.head_dim);
+                    let value = random.values(kv.value_dim);
+                    cache.store(session, position, head, &key, &value);
+                }
+            }
+        }
+        cache
+    }
+
+    fn store(&mut self, session: usize, position: usize, head: usize, key: &[f32], value: &[f32]) {
+        let block = self.tables[self.starts[session] + position / KV_BLOCK];
+        for (plane, x) in [key, value].into_iter().enumerate() {
+            let at = row_at(&self.kv, block, plane, head, position);
+            cpu().store_kv_row(self.ty, x, &mut self.bytes[at..at + self.kv.row_bytes()]);
+        }
+    }
+
+    /// What the CPU makes of a token's queries: (session, position, first position it sees).
+    fn attend(
+        &self,
+        (session, position, visible): (usize, usize, usize),
+        queries: &[f32],
+        scale: f32,
+        sinks: Option<&[f32]>,
+    ) -> Vec<f32> {
+        let kv = &self.kv;
+        let per_kv = queries.len() / kv.head_dim / kv.n_kv_heads;
+        let mut out = Vec::new();
+        for head in 0..kv.n_kv_heads {
+            let plane = |plane: usize| KvPlane {
+                ty: self.ty,
+                bytes: &self.bytes,
+                row_bytes: kv.row_bytes(),
+                block_stride: kv.block_bytes(),
+                head_offset: (plane * kv.n_kv_heads + head) * KV_BLOCK * kv.row_bytes(),
+            };
+            let blocks = KvBlocks {
+                keys: plane(0),
+                values: plane(1),
+                table: &self.tables[self.starts[session]..],
+                block_positions: KV_BLOCK,
+            };
+            let mut mixed = vec![0.0; per_kv * kv.value_dim];
+            let mut scores = vec![0.0; per_kv * (position + 1)];
+            cpu().attention(
+                &queries[head * per_kv * kv.head_dim..(head + 1) * per_kv * kv.head_dim],
+                kv.head_dim,
+                blocks,
+                visible..position + 1,
+                scale,
+                sinks.map(|sinks| &sinks[head * per_kv..(head + 1) * per_kv]),
+                &mut scores,
+                &mut mixed,
+            );
+            out.extend(mixed);
+        }
+        out
+    }
+}
+
+/// A step's attention on the device, over scratch for `room` splits (or as many as one token needs).
+fn attend(
+    gpu: &Gpu,
+    cache: &Cache,
+    tokens: &[(usize, usize, usize)],
+    queries: &[f32],
+    scale: f32,
+    sinks: Option<&[f32]>,
+    room: usize,
+    group: Option<usize>,
+) -> Vec<f32> {
+    let kv = cache.kv;
+    let n_heads = queries.len() / tokens.len() / kv.head_dim;
+    let width = n_heads * kv.value_dim;
+    let visible = tokens.iter().map(|&(_, position, first)| position + 1 - first).max().unwrap();
+    let bytes = (room * n_heads * (kv.value_dim + 2) * 4) as u64;
+    let scratch = AttentionScratch::new(gpu, n_heads, kv.value_dim, visible, bytes).unwrap();
+    let rows: Vec<u32> = tokens
+        .iter()
+        .flat_map(|&(session, position, first)| {
+            [position as u32, cache.starts[session] as u32, first as u32, 0]
+        })
+        .collect();
+    let plane = stale(gpu, (tokens.len() + 1) * width);
+    let coded = group.map(|group| stale_coded(gpu, tokens.len() + 1, width, group));
+    let sinks = sinks.map(|sinks| floats(gpu, sinks));
+    let attention = Attention::new(
+        gpu,
+        tokens.len(),
+        kv,
+        AttentionHeads { n_heads, scale, sinks: sinks.as_ref() },
+        &floats(gpu, queries),
+        &upload(gpu, &cache.bytes),
+        Rows { rows: &words(gpu, &rows), tables: &words(gpu, &cache.tables) },
+        &scratch,
+        AttentionOutputs { plane: Some(&plane), coded: coded.as_ref() },
+    )
+    .unwrap();
+    // If all are in the first split that is known, and then it is not.
+    let end = tokens.iter().map(|&(_, position, _)| position + 1).max().unwrap();
+    let [got, again] = [end, usize::MAX].map(|end| {
+        run(gpu, |step| attention.record(step, tokens.len(), visible, end));
+        let mut got = read(gpu, &plane);
+        let rest = got.split_off(tokens.len() * width);
+        assert_stale(&rest);
+        if let Some(coded) = &coded {
+            assert_coded(gpu, coded, &got, tokens.len());
+        }
+        got.into_iter().map(f32::to_bits).collect::<Vec<_>>()
+    });
+    assert_eq!(got, again, "one kernel or two");
+    got.into_iter().map(f32::from_bits).collect()
+}
+
+fn check_attention(
+    gpu: &Gpu,
+    kv: KvLayout,
+    per_kv: usize,
+    lengths: &[usize],
+    tokens: &[(usize, usize, usize)],
+    sinks: bool,
+    group: Option<usize>,
+) {
+    let mut random = Random(per_kv as u64 * 1000 + kv.head_dim as u64);
+    let cache = Cache::new(kv, lengths, &mut random);
+    let n_heads = per_kv * kv.n_kv_heads;
+    let queries: Vec<f32> = random.values(tokens.len() * n_heads * kv.head_dim);
+    let sinks: Option<Vec<f32>> = sinks.then(|| random.values(n_heads));
+    let scale = 1.7;
+    let got = attend(gpu, &cache, tokens, &queries, scale, sinks.as_deref(), 1 << 12, group);
+    let width = n_heads * kv.head_dim;
+    let expected: Vec<f32> = tokens
+        .iter()
+        .zip(queries.chunks_exact(width))
+        .flat_map(|(&token, queries)| cache.attend(token, queries, scale, sinks.as_deref()))
+        .collect();
+    assert_close(&got, &expected, 2e-5, false, &format!("{kv:?}, {per_kv} queries a head"));
+}
+
+#[test]
+fn attention_is_the_cpus_for_every_shape_of_heads() {
+    let Some(gpu) = gpu() else { return };
+    let layout =
+        |format, n_kv_heads, head_dim, value_dim| KvLayout { format, n_kv_heads, head_dim, value_dim };
+    let tokens = [(0, 0, 0), (0, 299, 0), (1, 39, 0), (0, 299, 130), (0, 255, 255), (0, 256, 127)];
+    let lengths = [300, 40];
+    let first = [(0, 0, 0), (0, 127, 0), (1, 39, 0), (0, 100, 30)];
+    for (format, _) in FORMATS {
+        check_attention(gpu, layout(format, 2, 64, 64), 4, &lengths, &first, false, Some(64));
+        check_attention(gpu, layout(format, 1, 36, 36), 3, &lengths, &first, true, None);
+        check_attention(gpu, layout(format, 2, 64, 64), 4, &lengths, &tokens, false, Some(64));
+        check_attention(gpu, layout(format, 1, 36, 52), 3, &lengths, &tokens, true, Some(32));
+    }
+    check_attention(gpu, layout(KvFormat::F16, 1, 128, 128), 16, &lengths, &tokens, false, Some(128));
+    check_attention(gpu, layout(KvFormat::F16, 2, 128, 128), 8, &lengths, &first, false, Some(64));
+    check_attention(gpu, layout(KvFormat::F16, 1, 128, 128), 9, &lengths, &first, false, Some(32));
+    check_attention(gpu, layout(KvFormat::Q8, 1, 256, 256), 9, &lengths, &tokens[..3], false, None);
+    check_attention(gpu, layout(KvFormat::F32, 3, 4, 4), 1, &lengths, &tokens, true, Some(16));
+    // So many that the queries of a kv head share a workgroup.
+    let many: Vec<_> = (285..300).map(|position| (0, position, 0)).collect();
+    check_attention(gpu, layout(KvFormat::F16, 4, 64, 64), 4, &lengths, &many, false, Some(64));
+}
+
+/// How many decode together decides whether a kv head's queries share a workgroup: not what they get.
+#[test]
+fn a_token_gets_the_same_among_many_and_alone() {
+    let Some(gpu) = gpu() else { return };
+    for (format, per_kv) in [(KvFormat::F16, 4), (KvFormat::Q8, 8), (KvFormat::F32, 5)] {
+        let kv = KvLayout { format, n_kv_heads: 4, head_dim: 32, value_dim: 32 };
+        let mut random = Random(per_kv as u64 + 50);
+        let cache = Cache::new(kv, &[300], &mut random);
+        let tokens: Vec<_> = (288..300).map(|position| (0, position, 0)).collect();
+        let width = per_kv * 4 * 32;
+        let queries = random.values(tokens.len() * width);
+        let all = attend(gpu, &cache, &tokens, &queries, 0.5, None, 1 << 12, Some(64));
+        for (t, all) in all.chunks_exact(width).enumerate() {
+            let query = &queries[t * width..(t + 1) * width];
+            let one = attend(gpu, &cache, &tokens[t..=t], query, 0.5, None, 1 << 12, Some(64));
+            assert_eq!(one, all, "{format:?}, token {t}");
+        }
+    }
+}
+
+/// Tokens of several sessions, some of them a prompt's.
+fn mixed_tokens() -> Vec<(usize, usize, usize)> {
+    let mut tokens: Vec<_> = (250..270).map(|position| (0, position, 0)).collect();
+    tokens.extend([(1, 17, 0), (2, 5, 0), (0, 290, 200)]);
+    tokens.extend((125..134).map(|position: usize| (1, position, position.saturating_sub(100))));
+    tokens
+}
+
+#[test]
+fn what_a_token_attends_to_does_not_depend_on_the_others_or_on_the_scratch() {
+    let Some(gpu) = gpu() else { return };
+    let tokens = mixed_tokens();
+    for (format, per_kv) in [(KvFormat::F16, 2), (KvFormat::Q8, 1), (KvFormat::F32, 8)] {
+        let kv = KvLayout { format, n_kv_heads: 2, head_dim: 32, value_dim: 32 };
+        let mut random = Random(per_kv as u64);
+        let cache = Cache::new(kv, &[300, 140, 8], &mut random);
+        let width = per_kv * 2 * 32;
+        let queries = random.values(tokens.len() * width);
+        let all = attend(gpu, &cache, &tokens, &queries, 0.5, None, 1 << 12, None);
+        // Room for a few tokens at once only.
+        assert_eq!(all, attend(gpu, &cache, &tokens, &queries, 0.5, None, 13, None), "rounds");
+        for t in [0, 7, 19, 21, 22, 25, tokens.len() - 1] {
+            let row = t * width..(t + 1) * width;
+            let one = attend(gpu, &cache, &tokens[t..=t], &queries[row.clone()], 0.5, None, 0, None);
+            assert_eq!(one, all[row.clone()], "token {t}");
+            let expected = cache.attend(tokens[t], &queries[row], 0.5, None);
+            assert_close(&one, &expected, 2e-5, false, "token alone");
+        }
+    }
+}
+
+#[test]
+fn a_row_that_is_not_a_number_reaches_those_who_see_it_and_no_others() {
+    let Some(gpu) = gpu() else { return };
+    for (format, _) in FORMATS {
+        let kv = KvLayout { format, n_kv_heads: 2, head_dim: 32, value_dim: 32 };
+        let mut random = Random(5);
+        let mut cache = Cache::new(kv, &[300], &mut random);
+        // A key of head 0 and a value of head 1.
+        let good = random.values(32);
+        cache.store(0, 255, 0, &[f32::NAN; 32], &good);
+        cache.store(0, 258, 1, &good, &[f32::NAN; 32]);
+        // Those who see neither, one, both; a window behind them.
+        let tokens: Vec<_> =
+            (250..270).map(|position| (0, position, 0)).chain([(0, 299, 259), (0, 299, 256)]).collect();
+        let queries = random.values(tokens.len() * 64);
+        let got = attend(gpu, &cache, &tokens, &queries, 0.5, None, 1 << 12, None);
+        for (&(_, position, first), row) in tokens.iter().zip(got.chunks_exact(64)) {
+            let sees = |bad: usize| (first..=position).contains(&bad);
+            for (head, bad) in [(0, 255), (1, 258)] {
+                let row = &row[head * 32..(head + 1) * 32];
+                assert!(
+                    row.iter().all(|v| v.is_nan() == sees(bad)),
+                    "{format:?}: {first}..={position}, head {head}"
+                );
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(6))]
+    #[test]
+    fn attention_over_any_rows_is_the_cpus(seed in any::<u64>()) {
+        let Some(gpu) = gpu() else { return Ok(()) };
+        let mut random = Random(seed);
+        let kv = KvLayout { format: KvFormat::F16, n_kv_heads: 2, head_dim: 32, value_dim: 32 };
+        let lengths: Vec<_> = (0..3).map(|_| 1 + random.below(400)).collect();
+        let cache = Cache::new(kv, &lengths, &mut random);
+        let tokens: Vec<_> = (0..1 + random.below(24)).map(|_| {
+            let session = random.below(3);
+            let position = random.below(lengths[session]);
+            (session, position, if random.below(2) == 0 { 0 } else { random.below(position + 1) })
+        }).collect();
+        let queries = random.values(tokens.len() * 128);
+        let room = 5 + random.below(60);
+        let got = attend(gpu, &cache, &tokens, &queries, 1.0, None, room, None);
+        for (t, &token) in tokens.iter().enumerate() {
+            let row = t * 128..(t + 1) * 128;
+            let expected = cache.attend(token, &queries[row.clone()], 1.0, None);
+            assert_close(&got[row], &expected, 2e-5, false, &format!("{token:?}"));
+        }
+    }
+}

@@ -1,0 +1,218 @@
+//! Norms, what is added to the hidden states before them, and their int8 forms.
+
+use super::*;
+
+/// One way of adding to the hidden states.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Adds {
+    Nothing,
+    Plane,
+    Biased,
+    Experts,
+    Shared,
+    Gated,
+}
+
+/// A step of `MixNorm` against the CPU: `tokens` of `room`, int8 planes in groups of `groups`.
+fn check_norm(gpu: &Gpu, room: usize, tokens: usize, d: usize, adds: Adds, plane: bool, groups: &[usize]) {
+    let what = format!("{tokens} x {d}, {adds:?}, {groups:?}");
+    let mut random = Random(d as u64 * 31 + tokens as u64);
+    let kernels = cpu();
+    let (top_k, eps) = (3, 1e-6);
+    let hidden = random.values(room * d);
+    let weight = random.values(d);
+    let added = random.values(room * d);
+    let bias = random.values(d);
+    let outputs = random.values(room * top_k * d);
+    let weights = random.values(room * top_k);
+    let gates = random.values(room);
+
+    let device = floats(gpu, &hidden);
+    let (weight_slice, added_slice, bias_slice) =
+        (floats(gpu, &weight), floats(gpu, &added), floats(gpu, &bias));
+    let (outputs_slice, weights_slice, gates_slice) =
+        (floats(gpu, &outputs), floats(gpu, &weights), floats(gpu, &gates));
+    let shared = |gate| Some(Shared { output: &added_slice, gate });
+    let experts = |shared| Delta::Experts { outputs: &outputs_slice, weights: &weights_slice, top_k, shared };
+    let delta = match adds {
+        Adds::Nothing => Delta::None,
+        Adds::Plane => Delta::Plane(&added_slice, None),
+        Adds::Biased => Delta::Plane(&added_slice, Some(&bias_slice)),
+        Adds::Experts => experts(None),
+        Adds::Shared => experts(shared(None)),
+        Adds::Gated => experts(shared(Some(&gates_slice))),
+    };
+    let normed = stale(gpu, room * d);
+    let coded: Vec<_> = groups.iter().map(|&group| stale_coded(gpu, room, d, group)).collect();
+    let coded: Vec<_> = coded.iter().collect();
+    let out = NormOutputs { plane: plane.then_some(&normed), coded: &coded };
+    let norm = MixNorm::new(gpu, room, d, eps, &device, &weight_slice, delta, None, out).unwrap();
+    run(gpu, |step| norm.record(step, tokens));
+
+    let mut expected = hidden.clone();
+    for (t, gate) in gates[..tokens].iter().enumerate() {
+        let row = t * d..(t + 1) * d;
+        let mut sum = vec![0.0; d];
+        match adds {
+            Adds::Nothing => {}
+            Adds::Plane => sum.copy_from_slice(&added[row.clone()]),
+            Adds::Biased => {
+                sum.copy_from_slice(&added[row.clone()]);
+                kernels.add_in_place(&mut sum, &bias);
+            }
+            Adds::Experts | Adds::Shared | Adds::Gated => {
+                for j in 0..top_k {
+                    let pair = t * top_k + j;
+                    kernels.scale_add(&mut sum, &outputs[pair * d..(pair + 1) * d], weights[pair]);
+                }
+                let gate = if adds == Adds::Gated { sigmoid(*gate) } else { 1.0 };
+                if adds != Adds::Experts {
+                    let shared: Vec<_> = added[row.clone()].iter().map(|v| v * gate).collect();
+                    kernels.add_in_place(&mut sum, &shared);
+                }
+            }
+        }
+        if adds != Adds::Nothing {
+            kernels.add_in_place(&mut expected[row], &sum);
+        }
+    }
+    let got = read(gpu, &device);
+    assert_close(&got, &expected, 1e-6, true, &format!("hidden states of {what}"));
+
+    let mut rows = vec![0.0; tokens * d];
+    for (row, x) in rows.chunks_exact_mut(d).zip(expected.chunks_exact(d)) {
+        kernels.rms_norm(x, &weight, eps, row);
+    }
+    let got = read(gpu, &normed);
+    if plane {
+        assert_close(&got[..tokens * d], &rows, 1e-6, false, &format!("normed states of {what}"));
+        assert_stale(&got[tokens * d..]);
+        // What is quantised is what was written.
+        coded.iter().for_each(|coded| assert_coded(gpu, coded, &got[..tokens * d], tokens));
+    } else {
+        let codes = gpu.download(&coded[0].codes).unwrap();
+        let cells = read_words(gpu, &coded[0].cells);
+        let (group, groups) = (coded[0].group, coded[0].groups());
+        for t in 0..tokens {
+            for c in 0..d {
+                let cell = t * groups + c / group;
+                let scale = f32::from_bits(cells[2 * cell]);
+                let value = f32::from(codes[cell * group + c % group] as i8) * scale;
+                assert!((value - rows[t * d + c]).abs() <= scale * 0.51, "{what}: {t} {c}");
+            }
+        }
+    }
+}
+
+#[test]
+fn hidden_states_are_added_to_normed_and_quantised() {
+    let Some(gpu) = gpu() else { return };
+    check_norm(gpu, 3, 2, 256, Adds::Nothing, true, &[64]);
+    check_norm(gpu, 4, 3, 192, Adds::Plane, true, &[32, 64]);
+    check_norm(gpu, 2, 2, 100, Adds::Biased, true, &[16]);
+    check_norm(gpu, 2, 1, 37, Adds::Experts, true, &[128]);
+    check_norm(gpu, 3, 2, 48, Adds::Shared, false, &[64]);
+    check_norm(gpu, 3, 2, 130, Adds::Gated, true, &[64]);
+    check_norm(gpu, 1, 1, 5120, Adds::Plane, true, &[64]);
+    check_norm(gpu, 1, 1, 1, Adds::Plane, true, &[]);
+    check_norm(gpu, 1, 1, 16384, Adds::Nothing, false, &[16]);
+}
+
+#[test]
+fn what_is_added_and_what_is_embedded_may_be_multiplied() {
+    let Some(gpu) = gpu() else { return };
+    let (tokens, d) = (2, 100);
+    let mut random = Random(41);
+    let (hidden, added, weight) = (random.values(tokens * d), random.values(tokens * d), random.values(d));
+    let (states, normed) = (floats(gpu, &hidden), stale(gpu, tokens * d));
+    let (added_slice, weight_slice) = (floats(gpu, &added), floats(gpu, &weight));
+    let delta = Delta::Plane(&added_slice, None);
+    let out = NormOutputs { plane: Some(&normed), coded: &[] };
+    let norm =
+        MixNorm::new(gpu, tokens, d, 1e-6, &states, &weight_slice, delta, None, out).unwrap().scaled(0.3);
+    run(gpu, |step| norm.record(step, tokens));
+    let expected: Vec<f32> = hidden.iter().zip(&added).map(|(h, a)| a.mul_add(0.3, *h)).collect();
+    assert_close(&read(gpu, &states), &expected, 1e-6, true, "hidden states");
+    let (ids, out) = (words(gpu, &[1]), stale(gpu, d));
+    let embed = Embed::new(gpu, 1, &floats(gpu, &hidden), Encoding::F32, tokens, d, &ids, &out).unwrap();
+    run(gpu, |step| embed.scaled(12.0).record(step, 1));
+    let expected: Vec<f32> = hidden[d..].iter().map(|h| h * 12.0).collect();
+    assert_close(&read(gpu, &out), &expected, 0.0, true, "an embedding");
+}
+
+#[test]
+fn a_norm_of_chosen_rows_leaves_the_other_tokens_alone() {
+    let Some(gpu) = gpu() else { return };
+    let (tokens, d, eps) = (5, 96, 1e-5);
+    let mut random = Random(7);
+    let (hidden, weight, added) = (random.values(tokens * d), random.values(d), random.values(tokens * d));
+    let chosen = [3u32, 0];
+    let device = floats(gpu, &hidden);
+    let normed = stale(gpu, 2 * d);
+    let added_slice = floats(gpu, &added);
+    let norm = MixNorm::new(
+        gpu,
+        tokens,
+        d,
+        eps,
+        &device,
+        &floats(gpu, &weight),
+        Delta::Plane(&added_slice, None),
+        Some((&words(gpu, &chosen), 2)),
+        NormOutputs { plane: Some(&normed), coded: &[] },
+    )
+    .unwrap();
+    run(gpu, |step| norm.record(step, 2));
+    let mut expected = hidden;
+    let mut rows = vec![0.0; 2 * d];
+    for (&t, row) in chosen.iter().zip(rows.chunks_exact_mut(d)) {
+        let place = t as usize * d..(t as usize + 1) * d;
+        cpu().add_in_place(&mut expected[place.clone()], &added[place.clone()]);
+        cpu().rms_norm(&expected[place], &weight, eps, row);
+    }
+    assert_close(&read(gpu, &device), &expected, 0.0, true, "hidden states");
+    assert_close(&read(gpu, &normed), &rows, 1e-6, false, "normed states");
+}
+
+#[test]
+fn what_is_not_a_number_stays_with_its_token() {
+    let Some(gpu) = gpu() else { return };
+    let (tokens, d) = (3, 128);
+    for bad in [f32::NAN, f32::INFINITY] {
+        let mut hidden = Random(1).values(tokens * d);
+        hidden[d + 77] = bad;
+        let (device, weight) = (floats(gpu, &hidden), floats(gpu, &vec![1.0; d]));
+        let normed = stale(gpu, tokens * d);
+        let coded = stale_coded(gpu, tokens, d, 64);
+        let out = NormOutputs { plane: Some(&normed), coded: &[&coded] };
+        let norm = MixNorm::new(gpu, tokens, d, 1e-6, &device, &weight, Delta::None, None, out).unwrap();
+        run(gpu, |step| norm.record(step, tokens));
+        let got = read(gpu, &normed);
+        let finite: Vec<_> = got.iter().map(|v| v.is_finite()).collect();
+        assert!(finite[..d].iter().all(|f| *f) && finite[2 * d..].iter().all(|f| *f), "{bad}");
+        assert!(got[d + 77].is_nan(), "{bad} became {}", got[d + 77]);
+        let scales = read_words(gpu, &coded.cells);
+        assert!(f32::from_bits(scales[6]).is_nan(), "the group of {bad}");
+    }
+}
+
+#[test]
+fn what_a_token_gets_from_a_norm_does_not_depend_on_the_others() {
+    let Some(gpu) = gpu() else { return };
+    let (tokens, d) = (6, 320);
+    let hidden = Random(3).values(tokens * d);
+    let weight = floats(gpu, &Random(4).values(d));
+    let norms = |rows: &[f32]| {
+        let n = rows.len() / d;
+        let (device, normed) = (floats(gpu, rows), stale(gpu, n * d));
+        let out = NormOutputs { plane: Some(&normed), coded: &[] };
+        let norm = MixNorm::new(gpu, n, d, 1e-6, &device, &weight, Delta::None, None, out).unwrap();
+        run(gpu, |step| norm.record(step, n));
+        read(gpu, &normed)
+    };
+    let all = norms(&hidden);
+    for t in 0..tokens {
+        let row = t * d..(t + 1) * d;
+        assert_eq!(norms(&hidden[row.clone()]), all[row]);
+    }
+}
