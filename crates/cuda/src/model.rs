@@ -89,9 +89,6 @@ pub struct Model {
     seen: Pinned,
 }
 
-/// Rows of logits at once.
-pub const HEAD_ROWS: usize = 8;
-
 impl Model {
     /// Compiles the kernels and brings the resident weights to the card. `angles` has cosine and sine of each rotated pair,
     /// position by position.
@@ -176,7 +173,7 @@ impl Model {
             _weights: weights,
             _program: program,
             tokens: 0,
-            logits: cuda.pinned(HEAD_ROWS * shape.vocab_size)?,
+            logits: cuda.pinned(shape.head_rows * shape.vocab_size)?,
             seen: cuda.pinned(shape.tokens * shape.layers * shape.experts)?,
             planes,
             shape,
@@ -281,9 +278,9 @@ impl Model {
     /// If the card fails.
     ///
     /// # Panics
-    /// If there are more than [`HEAD_ROWS`] tokens, or one is not of the step.
+    /// If there are more tokens than [`Shape::head_rows`], or one is not of the step.
     pub fn finish(&mut self, tokens: &[usize]) -> Result<(), CudaError> {
-        assert!(tokens.len() <= HEAD_ROWS, "{} rows of logits at once", tokens.len());
+        assert!(tokens.len() <= self.shape.head_rows, "{} rows of logits at once", tokens.len());
         let vocab = self.shape.vocab_size;
         let seen = self.tokens * self.shape.layers * self.shape.experts;
         self.cuda.fetch(&self.planes.seen, &mut self.seen, 0, seen)?;

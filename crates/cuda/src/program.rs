@@ -222,6 +222,7 @@ mod tests {
             score_scale: 1.0,
             routed_scale: 1.0,
             tokens: 4,
+            head_rows: 2,
             context: 64,
             blocks: 2,
             table_words: 2,

@@ -67,6 +67,8 @@ pub struct Shape {
     pub routed_scale: f32,
     /// Tokens of a step at most.
     pub tokens: usize,
+    /// Rows of logits at once.
+    pub head_rows: usize,
     /// Positions of a session at most.
     pub context: usize,
     /// Blocks of the cache.

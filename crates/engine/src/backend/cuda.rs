@@ -32,6 +32,8 @@ pub struct CudaBackend {
     meter: Arc<TierMeter>,
     /// Tokens of the step.
     tokens: Vec<u32>,
+    /// They are computed.
+    computed: bool,
     places: Vec<Place>,
     tables: Vec<u32>,
     /// Router logits, `[layers, tokens, experts]`.
@@ -136,6 +138,7 @@ fn shape(spec: &ModelSpec, room: &Room) -> Shape {
         score_scale: a.score_scale as f32,
         routed_scale: moe.routed_scale as f32,
         tokens: room.tokens,
+        head_rows: HEAD_ROWS,
         context: room.context,
         blocks: room.blocks,
         table_words: room.sessions * room.context.div_ceil(BLOCK),
@@ -225,6 +228,7 @@ impl CudaBackend {
             plan: held,
             meter: Arc::new(TierMeter::default()),
             tokens: Vec::with_capacity(plan.chunk),
+            computed: false,
             places: Vec::with_capacity(plan.chunk),
             tables: Vec::new(),
             router: vec![0.0; routed],
@@ -271,6 +275,11 @@ impl CudaBackend {
     fn by_layer<T>() -> Result<T, EngineError> {
         Err(refused("layers one by one"))
     }
+
+    /// Nothing is seen before all layers are computed.
+    fn after_all(&self) -> Result<(), EngineError> {
+        if self.computed { Ok(()) } else { Self::by_layer() }
+    }
 }
 
 impl Backend for CudaBackend {
@@ -278,6 +287,7 @@ impl Backend for CudaBackend {
         self.tokens.clear();
         self.tokens.extend_from_slice(tokens);
         self.headed.clear();
+        self.computed = false;
         Ok(())
     }
 
@@ -294,6 +304,7 @@ impl Backend for CudaBackend {
         }
         self.place(rows, kv)?;
         self.model.step(&self.places, &self.tables)?;
+        self.computed = true;
         let start = Instant::now();
         self.compute_head(head)?;
         let (layers, n) = (self.spec.n_layers(), self.tokens.len() * self.spec.moe.n_experts);
@@ -360,6 +371,7 @@ impl Backend for CudaBackend {
     }
 
     fn head(&mut self, tokens: &[usize]) -> Result<&[f32], EngineError> {
+        self.after_all()?;
         if self.headed.as_slice() != tokens {
             self.compute_head(tokens)?;
         }
@@ -368,12 +380,14 @@ impl Backend for CudaBackend {
     }
 
     fn hidden(&mut self) -> Result<&[f32], EngineError> {
+        self.after_all()?;
         let n = self.tokens.len() * self.spec.d_model;
         self.model.hidden(&mut self.hidden[..n])?;
         Ok(&self.hidden[..n])
     }
 
     fn final_hidden(&mut self, token: usize) -> Result<&[f32], EngineError> {
+        self.after_all()?;
         let n = self.spec.d_model;
         self.model.final_hidden(token, &mut self.hidden[..n])?;
         Ok(&self.hidden[..n])
