@@ -281,6 +281,13 @@ impl Model {
     /// If there are more tokens than [`Shape::head_rows`], or one is not of the step.
     pub fn finish(&mut self, tokens: &[usize]) -> Result<(), CudaError> {
         assert!(tokens.len() <= self.shape.head_rows, "{} rows of logits at once", tokens.len());
+        let queued = self.queue_outputs(tokens);
+        // In any case: what is on its way to the host must have come before anyone looks there.
+        let waited = self.cuda.wait();
+        queued.and(waited)
+    }
+
+    fn queue_outputs(&mut self, tokens: &[usize]) -> Result<(), CudaError> {
         let vocab = self.shape.vocab_size;
         let seen = self.tokens * self.shape.layers * self.shape.experts;
         self.cuda.fetch(&self.planes.seen, &mut self.seen, 0, seen)?;
@@ -290,7 +297,7 @@ impl Model {
             unsafe { self.head[1].run(&self.cuda) }?;
             self.cuda.fetch(&self.planes.logits, &mut self.logits, i * vocab, vocab)?;
         }
-        self.cuda.wait()
+        Ok(())
     }
 
     /// What [`Self::finish`] brought: `[tokens, vocab_size]`.
