@@ -24,18 +24,32 @@ fn has_card() -> bool {
     true
 }
 
-/// Models of whole groups: heads of 64, as many experts as leave a lane without any, a norm of heads or none.
+/// Models of whole groups: heads of 64 with a norm; heads of 128 without, multipliers, a tied head, and as many experts as
+/// leave some lanes one more than others.
 fn models() -> [TinyModel; 2] {
     let mut first = fixtures::qwen3_moe();
     (first.d_model, first.attention.head_dim, first.moe.d_expert) = (256, 64, 128);
-    let mut second = first.clone();
-    (second.attention.head_dim, second.attention.qk_norm, second.tied_head) = (128, false, true);
+    let mut second = fixtures::granitemoe();
+    (second.d_model, second.attention.head_dim, second.moe.d_expert) = (256, 128, 128);
+    second.attention.qk_norm = false;
     (second.moe.norm_topk, second.moe.n_experts, second.moe.top_k) = (false, 40, 4);
     [TinyModel::new(first, 5), TinyModel::new(second, 6)]
 }
 
 fn on_card(options: &EngineOptions) -> EngineOptions {
     EngineOptions { device: DeviceChoice::Cuda, ..options.clone() }
+}
+
+#[test]
+fn where_there_is_no_card_that_is_all_that_is_wrong() {
+    for model in models() {
+        let dir = tempfile::tempdir().unwrap();
+        let vault = write_tiny(dir.path(), &model, "q4/64", "q8/64");
+        match Engine::open(&vault, &on_card(&options(RingSize::Auto, 8, 1))) {
+            Ok(engine) => assert!(engine.device_tier().is_some_and(|tier| tier.plan.holds_all())),
+            Err(error) => assert!(matches!(error, EngineError::Cuda(_)), "{error}"),
+        }
+    }
 }
 
 /// Logits after the prompt and after each further token.
