@@ -108,7 +108,8 @@ pub struct MachineArgs {
     /// Do not check the checksum of every record that is read
     #[arg(long)]
     pub no_checksums: bool,
-    /// What computes: cpu, gpu, a part of a GPU's name, or auto (a hardware GPU if it can run the model)
+    /// What computes: cpu, gpu, a part of a GPU's name, cuda (an NVIDIA card that holds the whole model), or auto (a
+    /// hardware GPU if it can run the model)
     #[arg(long, value_name = "DEVICE", default_value = "cpu")]
     pub device: DeviceChoice,
     /// The GPU's memory that smoe may use [default: nearly all]
@@ -627,7 +628,7 @@ pub struct DevicesArgs {
 /// `smoe selftest`.
 #[derive(Debug, Args)]
 pub struct SelftestArgs {
-    /// What is tested: auto (a hardware GPU), gpu (any, also one that a program plays), or a part of its name
+    /// What is tested: auto (a hardware GPU), gpu (any, also one that a program plays), a part of its name, or cuda
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     pub device: DeviceChoice,
     /// The model to be run

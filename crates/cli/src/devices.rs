@@ -11,6 +11,7 @@ pub fn devices(args: &DevicesArgs) -> Result<(), Failure> {
     use smoe_gpu::DeviceKind;
 
     let found = smoe_gpu::devices();
+    let cards = cuda();
     let kind = |kind: DeviceKind| match kind {
         DeviceKind::Discrete => "discrete",
         DeviceKind::Integrated => "integrated",
@@ -33,6 +34,12 @@ pub fn devices(args: &DevicesArgs) -> Result<(), Failure> {
                     "unusable": device.unusable,
                 })
             })
+            .chain(cards.iter().map(|card| match card {
+                Ok((name, memory)) => {
+                    json!({"name": name, "api": "cuda", "memory_bytes": memory, "unusable": null})
+                }
+                Err(why) => json!({"api": "cuda", "unusable": why}),
+            }))
             .collect();
         say!("{}", serde_json::to_string_pretty(&list)?);
         return Ok(());
@@ -59,7 +66,31 @@ pub fn devices(args: &DevicesArgs) -> Result<(), Failure> {
             (None, _) => say!("  --device gpu"),
         }
     }
+    if let Some(card) = cards {
+        match card {
+            Ok((name, memory)) => {
+                say!("{name}\n  memory {}\n  --device cuda, for models that it holds whole", Bytes(memory));
+            }
+            Err(why) => say!("CUDA cannot be used: {why}"),
+        }
+    }
     Ok(())
+}
+
+/// The card that CUDA would take, with its memory, or why it cannot; nothing where there is no driver.
+#[cfg(feature = "cuda")]
+fn cuda() -> Option<Result<(String, u64), String>> {
+    match smoe_cuda::Cuda::open() {
+        Ok(card) => Some(Ok((card.facts().to_string(), card.facts().memory))),
+        Err(smoe_cuda::CudaError::NoDriver | smoe_cuda::CudaError::NoDevice) => None,
+        Err(error) => Some(Err(error.to_string())),
+    }
+}
+
+/// There is no CUDA in this build.
+#[cfg(all(feature = "gpu", not(feature = "cuda")))]
+const fn cuda() -> Option<Result<(String, u64), String>> {
+    None
 }
 
 /// Says that there is nothing to say.

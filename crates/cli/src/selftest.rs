@@ -47,6 +47,7 @@ mod with_gpu {
             }
             DeviceChoice::Auto => (None, Software::Refuse),
             DeviceChoice::Gpu(name) => (name.clone(), Software::Accept),
+            DeviceChoice::Cuda => return through_cuda(args),
         };
         let gpu = Gpu::open(name.as_deref(), software).map_err(|e| Failure::new(e.to_string()))?;
         let facts = gpu.facts().clone();
@@ -62,17 +63,7 @@ mod with_gpu {
         }
         let mut checks = Vec::new();
         let mut check = |name: &str, run: &mut dyn FnMut() -> Result<String, String>| {
-            let start = Instant::now();
-            let result = run();
-            let check = Check { name: name.to_owned(), result, seconds: start.elapsed().as_secs_f64() };
-            if !args.json {
-                let (word, what) = match &check.result {
-                    Ok(what) => ("ok    ", what),
-                    Err(what) => ("FAILED", what),
-                };
-                say!("{word} {name:<34} {:>6.2} s  {what}", check.seconds);
-            }
-            checks.push(check);
+            checks.push(Check::run(args, name, run)?);
             Ok::<_, Failure>(())
         };
         check("int8 activations", &mut || quantise(&gpu))?;
@@ -95,6 +86,60 @@ mod with_gpu {
         check("a model's layers", &mut || layers(&vault, &device))?;
         check("a model's greedy tokens", &mut || tokens(&vault, &device))?;
 
+        let about = json!({"device": facts.name, "driver": facts.driver, "fused": fused});
+        conclude(args, &facts.to_string(), about, &checks)
+    }
+
+    /// A model through CUDA: its kernels are a whole token's.
+    #[cfg(feature = "cuda")]
+    fn through_cuda(args: &SelftestArgs) -> Result<(), Failure> {
+        let facts =
+            smoe_cuda::Cuda::open().map_err(|e| Failure::new(e.to_string())).map(|c| c.facts().clone())?;
+        if !args.json {
+            say!("smoe {} on {facts}", env!("CARGO_PKG_VERSION"));
+        }
+        let (vault, device) = (model::open_vault(&args.vault)?, DeviceChoice::Cuda);
+        let checks = [
+            Check::run(args, "a model's logits", &mut || logits(&vault, &device))?,
+            Check::run(args, "a model's greedy tokens", &mut || tokens(&vault, &device))?,
+        ];
+        conclude(args, &facts.to_string(), json!({"device": facts.name, "driver": "cuda"}), &checks)
+    }
+
+    /// There is no CUDA in this build.
+    #[cfg(not(feature = "cuda"))]
+    fn through_cuda(_args: &SelftestArgs) -> Result<(), Failure> {
+        Err(Failure::Usage("this build has no CUDA support".to_owned()))
+    }
+
+    impl Check {
+        /// Runs a check and tells of it.
+        fn run(
+            args: &SelftestArgs,
+            name: &str,
+            run: &mut dyn FnMut() -> Result<String, String>,
+        ) -> Result<Self, Failure> {
+            let start = Instant::now();
+            let result = run();
+            let check = Self { name: name.to_owned(), result, seconds: start.elapsed().as_secs_f64() };
+            if !args.json {
+                let (word, what) = match &check.result {
+                    Ok(what) => ("ok    ", what),
+                    Err(what) => ("FAILED", what),
+                };
+                say!("{word} {name:<34} {:>6.2} s  {what}", check.seconds);
+            }
+            Ok(check)
+        }
+    }
+
+    /// Tells what came of the checks.
+    fn conclude(
+        args: &SelftestArgs,
+        device: &str,
+        mut about: Value,
+        checks: &[Check],
+    ) -> Result<(), Failure> {
         let failed = checks.iter().filter(|check| check.result.is_err()).count();
         if args.json {
             let list: Vec<Value> = checks
@@ -104,12 +149,12 @@ mod with_gpu {
                     json!({"check": check.name, "ok": check.result.is_ok(), "what": what, "s": check.seconds})
                 })
                 .collect();
-            let all = json!({"device": facts.name, "driver": facts.driver, "fused": fused, "checks": list});
-            say!("{}", serde_json::to_string_pretty(&all)?);
+            about["checks"] = list.into();
+            say!("{}", serde_json::to_string_pretty(&about)?);
         } else {
             say!("{} checks, {failed} failed", checks.len());
         }
-        if failed > 0 { Err(Failure::new(format!("{failed} checks failed on {facts}"))) } else { Ok(()) }
+        if failed > 0 { Err(Failure::new(format!("{failed} checks failed on {device}"))) } else { Ok(()) }
     }
 
     const fn yes(is: bool) -> &'static str {
@@ -289,6 +334,24 @@ mod with_gpu {
         compare(&got.hidden, &expected.hidden, false, TOLERANCE).map_err(|e| format!("hidden states {e}"))?;
         compare(&got.router, &expected.router, false, TOLERANCE).map_err(|e| format!("router logits {e}"))?;
         compare(&got.logits, &expected.logits, false, TOLERANCE).map(|what| format!("logits {what}"))
+    }
+
+    /// Logits after a prompt and after each of some tokens, the same ones for both.
+    #[cfg(feature = "cuda")]
+    fn logits(vault: &Vault, device: &DeviceChoice) -> Result<String, String> {
+        let run = |device: &DeviceChoice| {
+            let (mut engine, mut all) = (open(vault, device)?, Vec::new());
+            let mut session: Session = engine.open_session().map_err(|e| e.to_string())?;
+            let control = &mut Control::default();
+            engine.sync(&mut session, &prompt(vault), control).map_err(|e| e.to_string())?;
+            // Across the runs of 128 positions that attention takes.
+            for token in prompt(vault).into_iter().cycle().take(130) {
+                all.extend_from_slice(session.logits());
+                engine.decode(&mut session, token, control).map_err(|e| e.to_string())?;
+            }
+            Ok::<_, String>(all)
+        };
+        compare(&run(device)?, &run(&DeviceChoice::Cpu)?, false, TOLERANCE)
     }
 
     fn tokens(vault: &Vault, device: &DeviceChoice) -> Result<String, String> {

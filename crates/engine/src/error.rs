@@ -51,6 +51,10 @@ pub enum EngineError {
     #[cfg(feature = "gpu")]
     #[error(transparent)]
     Gpu(#[from] smoe_gpu::GpuError),
+    /// A card failed, or there is none, or no driver.
+    #[cfg(feature = "cuda")]
+    #[error(transparent)]
+    Cuda(#[from] smoe_cuda::CudaError),
     /// A device failed, and the processor took over: the keys and values that it held are computed again. A warning.
     #[error("{why}: going on on the processor, where conversations are computed again")]
     DeviceLost {

@@ -35,6 +35,10 @@ pub fn kernels(choice: &DeviceChoice) -> Result<Record, Failure> {
     let (name, software) = match choice {
         DeviceChoice::Gpu(name) => (name.as_deref(), Software::Accept),
         DeviceChoice::Cpu | DeviceChoice::Auto => (None, Software::Refuse),
+        DeviceChoice::Cuda => {
+            let what = "these are the kernels of --device gpu; those of cuda are timed with a vault";
+            return Err(Failure::Usage(what.to_owned()));
+        }
     };
     let failed = |error: GpuError| Failure::new(error.to_string());
     let gpu = Gpu::open(name, software).map_err(failed)?;

@@ -10,6 +10,8 @@ use smoe_kernels::Kernels;
 use crate::EngineError;
 use crate::backend::Backend;
 use crate::backend::cpu::CpuBackend;
+#[cfg(feature = "cuda")]
+use crate::backend::cuda;
 #[cfg(feature = "gpu")]
 use crate::backend::gpu;
 #[cfg(feature = "gpu")]
@@ -28,6 +30,8 @@ pub enum DeviceChoice {
     Auto,
     /// A GPU, or the one whose name contains this; a program that plays one will do.
     Gpu(Option<String>),
+    /// An NVIDIA card, through CUDA.
+    Cuda,
 }
 
 impl FromStr for DeviceChoice {
@@ -38,6 +42,7 @@ impl FromStr for DeviceChoice {
             "cpu" => Self::Cpu,
             "auto" => Self::Auto,
             "gpu" => Self::Gpu(None),
+            "cuda" => Self::Cuda,
             name => Self::Gpu(Some(name.to_owned())),
         })
     }
@@ -47,6 +52,8 @@ impl FromStr for DeviceChoice {
 pub(crate) struct Chosen {
     #[cfg(feature = "gpu")]
     gpu: Option<std::sync::Arc<smoe_gpu::Gpu>>,
+    #[cfg(feature = "cuda")]
+    cuda: Option<std::sync::Arc<smoe_cuda::Cuda>>,
     /// Why it is not what one may have hoped for.
     pub(crate) note: Option<String>,
 }
@@ -56,6 +63,8 @@ impl Chosen {
         Self {
             #[cfg(feature = "gpu")]
             gpu: None,
+            #[cfg(feature = "cuda")]
+            cuda: None,
             note,
         }
     }
@@ -72,6 +81,7 @@ impl Chosen {
             DeviceChoice::Cpu => return Ok(Self::cpu(None)),
             DeviceChoice::Auto => (None, Software::Refuse),
             DeviceChoice::Gpu(name) => (name.as_deref(), Software::Accept),
+            DeviceChoice::Cuda => return Self::open_cuda(vault, exact),
         };
         if let Some(what) = gpu::unsupported(&vault.spec, exact, &vault.experts.layers) {
             if *choice == DeviceChoice::Auto {
@@ -80,12 +90,28 @@ impl Chosen {
             return Err(EngineError::Unsupported { what: format!("{what} on a GPU (--device cpu can)") });
         }
         match Gpu::shared(name, software) {
-            Ok(gpu) => Ok(Self { gpu: Some(gpu), note: None }),
+            Ok(gpu) => Ok(Self { gpu: Some(gpu), ..Self::cpu(None) }),
             Err(error) if *choice == DeviceChoice::Auto => {
                 Ok(Self::cpu(Some(format!("on the processor: {error}"))))
             }
             Err(error) => Err(error.into()),
         }
+    }
+
+    /// Opens a card through CUDA.
+    #[cfg(feature = "cuda")]
+    fn open_cuda(vault: &Vault, exact: bool) -> Result<Self, EngineError> {
+        if let Some(what) = cuda::unsupported(&vault.spec, exact, &vault.experts.layers) {
+            let what = format!("{what} through CUDA (--device gpu or cpu can)");
+            return Err(EngineError::Unsupported { what });
+        }
+        Ok(Self { cuda: Some(std::sync::Arc::new(smoe_cuda::Cuda::open()?)), ..Self::cpu(None) })
+    }
+
+    /// There is no CUDA in this build.
+    #[cfg(all(feature = "gpu", not(feature = "cuda")))]
+    fn open_cuda(_vault: &Vault, _exact: bool) -> Result<Self, EngineError> {
+        Err(EngineError::Unsupported { what: "CUDA: this build has none".to_owned() })
     }
 
     /// Without GPUs in this build: the processor, or an error.
@@ -95,7 +121,7 @@ impl Chosen {
     #[cfg(not(feature = "gpu"))]
     pub(crate) fn open(choice: &DeviceChoice, _vault: &Vault, _exact: bool) -> Result<Self, EngineError> {
         match choice {
-            DeviceChoice::Gpu(_) => {
+            DeviceChoice::Gpu(_) | DeviceChoice::Cuda => {
                 Err(EngineError::Unsupported { what: "a GPU: this build has none".to_owned() })
             }
             DeviceChoice::Cpu | DeviceChoice::Auto => Ok(Self::cpu(None)),
@@ -109,6 +135,11 @@ impl Chosen {
             let most = gpu::max_chunk(device.facts(), &vault.spec);
             let chunk = request.chunk.unwrap_or(DEVICE_CHUNK).min(most);
             return PlanRequest { chunk: Some(chunk), whole_windows: true, ..request.clone() };
+        }
+        #[cfg(feature = "cuda")]
+        if self.cuda.is_some() {
+            let chunk = request.chunk.unwrap_or(DEVICE_CHUNK);
+            return PlanRequest { chunk: Some(chunk), ..request.clone() };
         }
         let _ = vault;
         request.clone()
@@ -131,6 +162,13 @@ impl Chosen {
         slots: Option<usize>,
     ) -> Result<Box<dyn Backend>, EngineError> {
         let (spec, tables): (_, &[LayerTable]) = (&vault.spec, &vault.experts.layers);
+        #[cfg(feature = "cuda")]
+        if let Some(card) = self.cuda.take() {
+            let facts = cuda::facts(&card);
+            let held = crate::DevicePlan::new(&facts, spec, tables, plan, vram, slots)?;
+            let backend = cuda::CudaBackend::new(card, spec, &weights, tables, plan, held)?;
+            return Ok(Box::new(backend));
+        }
         #[cfg(feature = "gpu")]
         if let Some(device) = self.gpu.take() {
             let made = on_device(&device, vault, &weights, plan, exact, vram, slots);

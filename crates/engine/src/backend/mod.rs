@@ -7,6 +7,8 @@
 
 mod choose;
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 #[cfg(feature = "gpu")]
 pub mod gpu;
 

@@ -438,6 +438,8 @@ impl Engine {
 pub(super) fn device_failure(error: &EngineError) -> Option<String> {
     match error {
         EngineError::Gpu(error) => Some(error.to_string()),
+        #[cfg(feature = "cuda")]
+        EngineError::Cuda(error) => Some(error.to_string()),
         _ => None,
     }
 }
