@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 const SPINS: usize = if cfg!(loom) { 0 } else { 128 };
 
 /// The most that the owner gives way to readers that it woke for demanded work. Where it computes on all cores, a
-/// reader would get one only after a good part of what the owner has to compute, and the disk would idle: EXP-STORE-14.
+/// reader would get one only after a good part of what the owner has to compute, and the disk would idle: EXP-STORE-15.
 const GIVE_WAY: Duration = Duration::from_micros(200);
 
 /// Which queue.
