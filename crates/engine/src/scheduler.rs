@@ -567,7 +567,8 @@ impl Scheduler {
         let mut accepted = 0;
         let jobs = self.running.iter_mut().zip(&mut self.sessions).zip(&self.before);
         for ((active, session), (_, queued)) in jobs {
-            if active.answered() > 0 {
+            // Who was sent back and reads its beginning again was in no step.
+            if active.answered() > 0 && *queued > 0 {
                 let drafted = active.draft.len();
                 let keep = session.len().min(active.tokens.len() - 1);
                 accepted += drafted - (session.len() - keep).min(drafted);

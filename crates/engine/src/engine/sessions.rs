@@ -177,9 +177,12 @@ impl Engine {
             self.alone = None;
             self.kv.begin_step();
             for session in sessions {
+                // Who was not in the step has nothing to take back, and may hold a beginning of which only a part was read.
+                let was_in_step = !session.pending.is_empty();
                 session.queue(&[], 0);
-                if !self.is_lost(session) {
-                    self.kv.truncate(session.seq, session.tokens.len());
+                if was_in_step && !self.is_lost(session) {
+                    let held = self.kv.truncate(session.seq, session.tokens.len());
+                    session.tokens.truncate(held);
                 }
                 session.broken = session.broken.filter(|&position| position < session.tokens.len());
             }
