@@ -490,6 +490,16 @@ fn what_tags_cannot_hold_to_is_refused() {
         (value(json!({"enum": ["</parameter>"]})), "no way of writing"),
         (value(json!({"enum": []})), "no value"),
         (value(json!({"$ref": "#/nowhere"})), "refers to nothing"),
+        (value(json!({"type": "string", "oneOf": [{"const": "a"}, {"const": "b"}]})), "`oneOf`"),
+        (value(json!({"type": "string", "anyOf": [{"maxLength": 1}]})), "`anyOf`"),
+        (value(json!({"type": ["string", "null"], "allOf": [{"maxLength": 1}]})), "`allOf`"),
+        (value(json!({"type": "string", "$ref": "#/$defs/x", "$defs": {"x": {}}})), "`$ref`"),
+        (value(json!({"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 1}]})), "`oneOf`"),
+        (value(json!({"oneOf": [{"const": "a"}, {"enum": ["b", "a"]}]})), "`oneOf`"),
+        (value(json!({"oneOf": [{"const": 1}, {"const": 1.0}, {"const": "a"}]})), "overlap"),
+        (value(json!({"oneOf": [{"type": "number"}, {"type": "integer"}]})), "overlap"),
+        (value(json!({"const": "a", "enum": ["b", "c"]})), "no value"),
+        (value(json!({"type": "integer", "enum": ["a", 1.5]})), "no value"),
         (value(json!({"$ref": "#/properties/a"})), "never come to an end"),
         (json!({"properties": {"a\">b": true}}), "no way of writing"),
         (json!({"properties": {" ": true}}), "no way of writing"),
@@ -500,6 +510,62 @@ fn what_tags_cannot_hold_to_is_refused() {
         let shape = Shape::Calls(vec![ToolFormat::MiniMax.call_shape(&tool).unwrap()]);
         let error = words.constraint(&shape).expect_err(&parameters.to_string());
         assert!(error.to_string().contains(reason), "{parameters}: {error}");
+    }
+}
+
+/// A call of `f` whose parameter `a` is this text.
+fn minimax_call(text: &str) -> String {
+    let parameter = format!("<parameter name=\"a\">{text}</parameter>");
+    format!("<minimax:tool_call>\n<invoke name=\"f\">\n{parameter}\n</invoke>\n</minimax:tool_call>")
+}
+
+#[test]
+fn fixed_values_and_alternatives_in_tags_are_those_of_the_schema() {
+    let words = Words::demo();
+    for (schema, good, bad) in [
+        (json!({"const": "a", "enum": ["a", "b"]}), &["a"][..], &["b"][..]),
+        (json!({"type": "string", "enum": ["a", 1, null]}), &["a"], &["1", "null"]),
+        (json!({"type": ["integer", "null"], "enum": ["a", 1, 1.5, null]}), &["1", "null"], &["a", "1.5"]),
+        (json!({"const": 1, "enum": [1.0, 2]}), &["1"], &["2"]),
+        (json!({"oneOf": [{"const": "a"}, {"enum": ["b", 7]}]}), &["a", "b", "7"], &["c", "8"]),
+        (json!({"oneOf": [{"type": "string", "maxLength": 2}, {"type": "null"}]}), &["ab", "null"], &["abc"]),
+        (
+            json!({"oneOf": [{"type": "boolean"}, {"type": "integer", "minimum": 5}, {"const": "a"}]}),
+            &["true", "7", "a"],
+            &["3", "b"],
+        ),
+    ] {
+        let parameters = json!({"properties": {"a": schema}, "required": ["a"]});
+        let tool = ToolSpec { name: "f".into(), parameters };
+        let shape = Shape::Calls(vec![ToolFormat::MiniMax.call_shape(&tool).unwrap()]);
+        for text in good {
+            assert!(words.takes(&shape, &minimax_call(text)), "{schema}: {text}");
+        }
+        for text in bad {
+            assert!(!words.takes(&shape, &minimax_call(text)), "{schema}: {text}");
+        }
+    }
+}
+
+#[test]
+fn what_a_call_in_tags_may_cost_is_bounded() {
+    let words = Words::demo();
+    // Looked at 700^7 times, for no value at all.
+    let alternatives = |n: usize| vec![json!({"$ref": format!("#/$defs/d{n}")}); 700];
+    let mut definitions: serde_json::Map<_, _> =
+        (0..7).map(|n| (format!("d{n}"), json!({"anyOf": alternatives(n + 1)}))).collect();
+    definitions.insert("d7".to_owned(), json!(false));
+    let many = json!({"properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": definitions});
+    // All definitions once for each alternative.
+    let list = json!({"type": "array", "items": {"$ref": "#/$defs/long"}});
+    let large = json!({"properties": {"a": {"anyOf": vec![list; 700]}}, "$defs": {"long": {"const": "x".repeat(100_000)}}});
+    for (parameters, reason) in
+        [(many, "#/properties/a: too many alternatives"), (large, "#/properties/a: the values")]
+    {
+        let tool = ToolSpec { name: "f".into(), parameters };
+        let shape = Shape::Calls(vec![ToolFormat::MiniMax.call_shape(&tool).unwrap()]);
+        let error = words.constraint(&shape).unwrap_err().to_string();
+        assert!(error.contains(reason), "{error}");
     }
 }
 

@@ -3,19 +3,28 @@
 //! Parameters come in the order of the schema, each at most once, those that are required always. A value that may be
 //! any string is bare text up to the mark that ends it; one that is something else is JSON of its schema.
 
+use std::collections::HashSet;
 use std::fmt::Write as _;
 
 use serde_json::{Map, Value as Json};
 
-use super::grammar::{compact, literal, string};
+use super::grammar::{compact, fits, literal, string};
 use super::{GrammarLimits, ParameterTags};
 use crate::tokenizer::Tokenizer;
 
 /// References and alternatives within a parameter's schema that are followed.
-const DEPTH: usize = 16;
+pub(crate) const DEPTH: usize = 16;
 
-/// Values that a parameter may have, as alternatives.
-const ALTERNATIVES: usize = 4096;
+/// Subschemas and fixed values that are looked at to find the values of all parameters of all calls. Without references
+/// there are at most [`GrammarLimits::values`]; a chain of definitions, each of which names the next twice, doubles at
+/// every step.
+pub(crate) const ALTERNATIVES: usize = 16_384;
+
+/// Rules and values of a grammar may have this many times the bytes that a schema may.
+const GROWTH: usize = 8;
+
+/// Keywords that a subschema may have for nothing.
+const KEYWORDS_A_STEP: usize = 16;
 
 /// Keywords that constrain something; the others that do are refused before ([`super::schema`]).
 const RULES: [&str; 27] = [
@@ -51,14 +60,87 @@ const RULES: [&str; 27] = [
 /// Those of all arguments that hold by construction.
 const HELD: [&str; 4] = ["additionalProperties", "properties", "required", "type"];
 
+/// What the calls of a grammar have cost so far.
+pub(super) struct Budget<'a> {
+    limits: &'a GrammarLimits,
+    /// Of [`ALTERNATIVES`].
+    steps: usize,
+    /// Of all values as the grammar has them.
+    bytes: usize,
+}
+
+impl<'a> Budget<'a> {
+    pub(super) fn new(limits: &'a GrammarLimits) -> Self {
+        Budget { limits, steps: 0, bytes: 0 }
+    }
+
+    fn steps(&mut self, steps: usize) -> Result<(), String> {
+        self.steps += steps;
+        if self.steps > ALTERNATIVES {
+            return Err(format!(
+                "too many alternatives: more than {ALTERNATIVES} for all parameters together"
+            ));
+        }
+        Ok(())
+    }
+
+    fn bytes(&mut self, bytes: usize) -> Result<(), String> {
+        self.bytes += bytes;
+        fits("the values of the parameters up to this one come to", self.bytes / GROWTH, self.limits)
+    }
+}
+
 /// One alternative of a parameter's value.
-enum Alternative {
+enum Alternative<'a> {
     /// Text of so many characters.
     Text { least: u64, most: Option<u64> },
     /// This string.
-    Word(String),
-    /// JSON of this schema.
-    Json(Json),
+    Word(&'a str),
+    /// This value, which is no string.
+    Constant(&'a Json),
+    /// JSON of these keywords and this type.
+    Typed(&'a Map<String, Json>, &'a str),
+    /// JSON of exactly one of these schemas, none of which admits a string.
+    OneOf(Vec<&'a Json>),
+}
+
+impl Alternative<'_> {
+    fn is_string(&self) -> bool {
+        matches!(self, Alternative::Text { .. } | Alternative::Word(_))
+    }
+
+    /// What tells a fixed value from others; `None` of what is not fixed, or has parts.
+    fn constant(&self) -> Option<String> {
+        match self {
+            Alternative::Word(word) => Some(string(word)),
+            Alternative::Constant(Json::Number(number)) => Some(number.as_f64()?.to_string()),
+            Alternative::Constant(value @ (Json::Bool(_) | Json::Null)) => Some(value.to_string()),
+            _ => None,
+        }
+    }
+
+    /// Its schema, if it is JSON.
+    fn schema(&self) -> Option<Json> {
+        match self {
+            Alternative::Text { .. } | Alternative::Word(_) => None,
+            Alternative::Constant(value) => Some(serde_json::json!({ "const": value })),
+            Alternative::Typed(keywords, name) => {
+                let mut schema = (*keywords).clone();
+                schema.insert("type".to_owned(), (*name).into());
+                Some(schema.into())
+            }
+            Alternative::OneOf(branches) => Some(serde_json::json!({ "oneOf": branches })),
+        }
+    }
+
+    /// Whether it is all that there is of its type, or fixed.
+    fn is_bare(&self) -> bool {
+        match self {
+            Alternative::Typed(keywords, _) => keywords.keys().all(|key| key == "type" || !is_rule(key)),
+            Alternative::OneOf(_) => false,
+            _ => true,
+        }
+    }
 }
 
 /// The rules of all parameters of a call, each in a line of its own, and the sequence that joins them. Names of rules
@@ -68,7 +150,7 @@ pub(super) fn parameters(
     tags: &ParameterTags,
     schema: &Json,
     name: &str,
-    limits: &GrammarLimits,
+    budget: &mut Budget,
 ) -> Result<(String, String), String> {
     let none = Map::new();
     let keywords = match schema {
@@ -98,7 +180,8 @@ pub(super) fn parameters(
             return Err(format!("{at}: this model has no way of writing that name"));
         }
         let mut values = Vec::new();
-        alternatives(value, schema, DEPTH, &mut values).map_err(|reason| format!("{at}: {reason}"))?;
+        alternatives(value, schema, DEPTH, budget, &mut values)
+            .map_err(|reason| format!("{at}: {reason}"))?;
         if values.is_empty() {
             if required.contains(&key) {
                 return Err(format!("{at}: no value satisfies the schema"));
@@ -106,11 +189,11 @@ pub(super) fn parameters(
             continue;
         }
         let rule = format!("{name}_p{index}");
-        let texts = writes(&values, tags, schema, &at)?;
+        let texts = writes(&values, tags, schema, budget).map_err(|reason| format!("{at}: {reason}"))?;
         let parameter = Parameter { tokenizer, tags, key, rule: &rule };
         parameter.write(&texts, &mut rules);
         let _ = write!(sequence, " {rule}{}", if required.contains(&key) { "" } else { "?" });
-        super::grammar::fits("the parameters of a call come to", rules.len() / 8, limits)?;
+        fits("the parameters of a call come to", rules.len() / GROWTH, budget.limits)?;
     }
     Ok((rules, sequence))
 }
@@ -135,31 +218,28 @@ fn writes(
     values: &[Alternative],
     tags: &ParameterTags,
     root: &Json,
-    at: &str,
+    budget: &mut Budget,
 ) -> Result<Vec<Written>, String> {
     let free = values.iter().any(|value| matches!(value, Alternative::Text { .. }));
     let mut written = Vec::new();
     for value in values {
-        written.push(match value {
+        let text = match value {
             Alternative::Text { least, most } => {
                 let most = most.map_or(String::new(), |most| most.to_string());
-                Written { text: Term::Free(format!("(?s:.{{{least},{most}}})")), is_string: true }
+                Term::Free(format!("(?s:.{{{least},{most}}})"))
             }
             Alternative::Word(word) => {
                 if tags.never.iter().any(|mark| word.contains(mark)) {
-                    return Err(format!("{at}: this model has no way of writing {word:?}"));
+                    return Err(format!("this model has no way of writing {word:?}"));
                 }
-                Written { text: Term::Word(word.clone()), is_string: true }
+                Term::Word((*word).to_owned())
             }
-            Alternative::Json(schema) => {
+            json => {
                 // What is read of a text that may be anything is JSON if it can be: its rules would not hold.
-                let bare = schema.as_object().is_none_or(|keywords| {
-                    keywords.keys().all(|key| key == "type" || key == "const" || !is_rule(key))
-                });
-                if free && !tags.typed() && !bare {
-                    return Err(format!("{at}: where a string may stand, nothing else can have rules"));
+                if free && !tags.typed() && !json.is_bare() {
+                    return Err("where a string may stand, nothing else can have rules".to_owned());
                 }
-                let mut schema = schema.clone();
+                let mut schema = json.schema().unwrap_or_default();
                 for definitions in ["$defs", "definitions"] {
                     if let (Some(shared), Json::Object(keywords)) = (root.get(definitions), &mut schema)
                         && refers(keywords)
@@ -167,9 +247,12 @@ fn writes(
                         keywords.entry(definitions).or_insert_with(|| shared.clone());
                     }
                 }
-                Written { text: Term::Json(compact(schema).to_string()), is_string: false }
+                Term::Json(compact(schema).to_string())
             }
-        });
+        };
+        let (Term::Free(bytes) | Term::Word(bytes) | Term::Json(bytes)) = &text;
+        budget.bytes(bytes.len())?;
+        written.push(Written { text, is_string: value.is_string() });
     }
     Ok(written)
 }
@@ -270,10 +353,17 @@ fn is_rule(keyword: &str) -> bool {
 }
 
 /// The values that a schema admits.
-fn alternatives(schema: &Json, root: &Json, depth: usize, out: &mut Vec<Alternative>) -> Result<(), String> {
-    if out.len() > ALTERNATIVES || depth == 0 {
-        return Err("too many alternatives, or too deep".to_owned());
+fn alternatives<'a>(
+    schema: &'a Json,
+    root: &'a Json,
+    depth: usize,
+    budget: &mut Budget,
+    out: &mut Vec<Alternative<'a>>,
+) -> Result<(), String> {
+    if depth == 0 {
+        return Err("its references and alternatives are too deep".to_owned());
     }
+    budget.steps(1)?;
     let any = Alternative::Text { least: 0, most: None };
     let keywords = match schema {
         Json::Bool(true) => {
@@ -283,6 +373,7 @@ fn alternatives(schema: &Json, root: &Json, depth: usize, out: &mut Vec<Alternat
         Json::Object(keywords) => keywords,
         _ => return Ok(()),
     };
+    budget.steps(keywords.len() / KEYWORDS_A_STEP)?;
     let rules: Vec<&str> = keywords.keys().map(String::as_str).filter(|key| is_rule(key)).collect();
     match rules[..] {
         [] => out.push(any),
@@ -290,49 +381,121 @@ fn alternatives(schema: &Json, root: &Json, depth: usize, out: &mut Vec<Alternat
             let target =
                 keywords["$ref"].as_str().and_then(|reference| super::schema::target(root, reference));
             let target = target.ok_or("it refers to nothing")?;
-            alternatives(target, root, depth - 1, out)?;
+            alternatives(target, root, depth - 1, budget, out)?;
         }
-        ["anyOf" | "oneOf"] => {
-            for branch in keywords[rules[0]].as_array().into_iter().flatten() {
-                alternatives(branch, root, depth - 1, out)?;
+        ["anyOf"] => {
+            for branch in keywords["anyOf"].as_array().into_iter().flatten() {
+                alternatives(branch, root, depth - 1, budget, out)?;
             }
+        }
+        ["oneOf"] => {
+            let mut branches = Vec::new();
+            for branch in keywords["oneOf"].as_array().into_iter().flatten() {
+                let mut own = Vec::new();
+                alternatives(branch, root, depth - 1, budget, &mut own)?;
+                branches.push((branch, own));
+            }
+            out.extend(one_of(branches)?);
         }
         _ if rules.contains(&"const") || rules.contains(&"enum") => {
             if let Some(rule) = rules.iter().find(|rule| !["const", "enum", "type"].contains(*rule)) {
                 return Err(format!("`{rule}` beside fixed values is not supported"));
             }
-            let fixed = keywords.get("const").into_iter();
-            let fixed = fixed.chain(keywords.get("enum").and_then(Json::as_array).into_iter().flatten());
-            for value in fixed {
-                out.push(match value {
-                    Json::String(word) => Alternative::Word(word.clone()),
-                    value => Alternative::Json(serde_json::json!({ "const": value })),
-                });
-            }
+            let list = keywords.get("enum").map(|values| values.as_array().map_or(&[][..], Vec::as_slice));
+            budget.steps(list.map_or(0, <[Json]>::len))?;
+            let (values, others) = match keywords.get("const") {
+                Some(constant) => (std::slice::from_ref(constant), list),
+                None => (list.unwrap_or_default(), None),
+            };
+            let admitted = |value: &&Json| {
+                others.is_none_or(|others| others.iter().any(|other| same(other, value)))
+                    && (!keywords.contains_key("type") || types(keywords).any(|name| is_of(value, name)))
+            };
+            out.extend(values.iter().filter(admitted).map(|value| match value {
+                Json::String(word) => Alternative::Word(word),
+                value => Alternative::Constant(value),
+            }));
         }
         _ => {
-            let types: Vec<&str> = match keywords.get("type") {
-                Some(Json::String(one)) => vec![one],
-                Some(Json::Array(several)) => several.iter().filter_map(Json::as_str).collect(),
-                _ => return Err("it does not say its `type`".to_owned()),
-            };
-            for name in types {
-                if name == "string" {
-                    out.push(text(keywords, &rules)?);
-                } else {
-                    let mut schema = keywords.clone();
-                    schema.insert("type".to_owned(), name.into());
-                    out.push(Alternative::Json(schema.into()));
-                }
+            if !keywords.contains_key("type") {
+                return Err("it does not say its `type`".to_owned());
+            }
+            for name in types(keywords) {
+                out.push(match name {
+                    "string" => text(keywords, &rules)?,
+                    name => Alternative::Typed(keywords, name),
+                });
             }
         }
     }
     Ok(())
 }
 
+/// The values of exactly one of some schemas, given with the values of each.
+///
+/// A string that two of them admit cannot be told here; what is no string the library sees to.
+fn one_of<'a>(branches: Vec<(&'a Json, Vec<Alternative<'a>>)>) -> Result<Vec<Alternative<'a>>, String> {
+    let constants: Option<Vec<String>> =
+        branches.iter().flat_map(|(_, own)| own).map(Alternative::constant).collect();
+    let are_different = constants.is_some_and(|constants| {
+        let mut seen = HashSet::new();
+        constants.into_iter().all(|constant| seen.insert(constant))
+    });
+    if are_different {
+        return Ok(branches.into_iter().flat_map(|(_, own)| own).collect());
+    }
+    let (strings, others): (Vec<_>, Vec<_>) =
+        branches.into_iter().partition(|(_, own)| own.iter().any(Alternative::is_string));
+    if strings.len() > 1 || strings.iter().flat_map(|(_, own)| own).any(|value| !value.is_string()) {
+        let reason = "`oneOf` of strings is only supported where its branches are different constants, or one \
+                      branch is of strings alone and no other has any; `anyOf` is supported";
+        return Err(reason.to_owned());
+    }
+    let mut values: Vec<_> = strings.into_iter().flat_map(|(_, own)| own).collect();
+    if let [(_, _)] = others[..] {
+        values.extend(others.into_iter().flat_map(|(_, own)| own));
+    } else if !others.is_empty() {
+        values.push(Alternative::OneOf(others.into_iter().map(|(branch, _)| branch).collect()));
+    }
+    Ok(values)
+}
+
+/// The types that a schema names.
+fn types(keywords: &Map<String, Json>) -> impl Iterator<Item = &str> {
+    let (one, several) = match keywords.get("type") {
+        Some(Json::Array(several)) => (None, several.as_slice()),
+        one => (one, &[][..]),
+    };
+    one.into_iter().chain(several).filter_map(Json::as_str)
+}
+
+/// Whether a value is of a type.
+fn is_of(value: &Json, name: &str) -> bool {
+    match value {
+        Json::Null => name == "null",
+        Json::Bool(_) => name == "boolean",
+        Json::String(_) => name == "string",
+        Json::Array(_) => name == "array",
+        Json::Object(_) => name == "object",
+        Json::Number(number) => {
+            name == "number"
+                || (name == "integer" && number.as_f64().is_some_and(|number| number.fract() == 0.0))
+        }
+    }
+}
+
+/// Whether two values are the same; numbers are however they are written.
+fn same(one: &Json, other: &Json) -> bool {
+    match (one, other) {
+        (Json::Number(one), Json::Number(other)) => one.as_f64() == other.as_f64(),
+        _ => one == other,
+    }
+}
+
 /// Any string with these rules.
-fn text(keywords: &Map<String, Json>, rules: &[&str]) -> Result<Alternative, String> {
-    if let Some(rule) = rules.iter().find(|rule| ["pattern", "format", "contentEncoding"].contains(*rule)) {
+fn text<'a>(keywords: &Map<String, Json>, rules: &[&str]) -> Result<Alternative<'a>, String> {
+    let unsupported = ["$ref", "allOf", "anyOf", "oneOf", "pattern", "format"];
+    if let Some(rule) = rules.iter().find(|rule| unsupported.contains(*rule)) {
         return Err(format!("`{rule}` is not supported where a model writes strings as bare text"));
     }
     let length = |rule: &str| keywords.get(rule).and_then(Json::as_u64);
