@@ -24,6 +24,9 @@ use serde_json::Value as Json;
 
 pub use vocabulary::GrammarVocabulary;
 
+pub(crate) use schema::target;
+pub(crate) use tagged::{ALTERNATIVES, DEPTH};
+
 use crate::error::TextError;
 
 /// Stack of the thread that compiles a grammar: the compiler recurses over a schema's references and properties,

@@ -548,6 +548,21 @@ fn fixed_values_and_alternatives_in_tags_are_those_of_the_schema() {
 }
 
 #[test]
+fn what_a_reference_names_is_read_as_it_was_written() {
+    let words = Words::demo();
+    let parameters = json!({"properties": {
+        "zip": {"$ref": "#/$defs/Zip"}, "or": {"anyOf": [{"$ref": "#/$defs/Zip"}, {"type": "null"}]}},
+        "required": ["zip", "or"], "$defs": {"Zip": {"$ref": "#/$defs/Text"}, "Text": {"type": "string"}}});
+    let tool = ToolSpec { name: "f".into(), parameters };
+    let text = "<tool_call>\n<function=f>\n<parameter=zip>\n12345\n</parameter>\n<parameter=or>\n12\n</parameter>\n\
+                </function>\n</tool_call>";
+    let shape = Shape::Calls(vec![ToolFormat::Qwen3Coder.call_shape(&tool).unwrap()]);
+    assert!(words.takes(&shape, text));
+    let read = read_call(ToolFormat::Qwen3Coder, &tool, text).1;
+    assert_eq!(read, json!({"zip": "12345", "or": "12"}));
+}
+
+#[test]
 fn what_a_call_in_tags_may_cost_is_bounded() {
     let words = Words::demo();
     // Looked at 700^7 times, for no value at all.
