@@ -503,6 +503,8 @@ fn what_tags_cannot_hold_to_is_refused() {
         (value(json!({"$ref": "#/properties/a"})), "never come to an end"),
         (json!({"properties": {"a\">b": true}}), "no way of writing"),
         (json!({"properties": {" ": true}}), "no way of writing"),
+        (json!({"properties": {"é".repeat(129): true}}), "no way of writing"),
+        (json!({"required": ["b"], "additionalProperties": false}), "#/properties/b: no value"),
         (json!({"anyOf": [{"required": ["a"]}]}), "each parameter by itself"),
         (json!(false), "no arguments"),
     ] {
@@ -560,6 +562,75 @@ fn what_a_reference_names_is_read_as_it_was_written() {
     assert!(words.takes(&shape, text));
     let read = read_call(ToolFormat::Qwen3Coder, &tool, text).1;
     assert_eq!(read, json!({"zip": "12345", "or": "12"}));
+}
+
+#[test]
+fn a_value_does_not_begin_with_what_ends_it() {
+    let words = Words::demo();
+    let parameters =
+        json!({"properties": {"a": {"type": "string"}, "days": {"type": "integer"}}, "required": ["a"]});
+    let tool = ToolSpec { name: "f".into(), parameters };
+    let shape = Shape::Calls(vec![ToolFormat::Qwen3Coder.call_shape(&tool).unwrap()]);
+    for (value, free) in [
+        ("</function>", false),
+        ("<parameter=days>\n3", false),
+        ("x\n</function>", false),
+        ("x</function>", true),
+        ("<function>", true),
+        ("", true),
+    ] {
+        let text = format!(
+            "<tool_call>\n<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>\n</tool_call>"
+        );
+        assert_eq!(words.takes(&shape, &text), free, "{value:?}");
+        if free {
+            assert_eq!(read_call(ToolFormat::Qwen3Coder, &tool, &text).1, json!({"a": value}));
+        }
+        let parameters = json!({"properties": {"a": {"const": value}}, "required": ["a"]});
+        let word = ToolSpec { name: "f".into(), parameters };
+        let shape = Shape::Calls(vec![ToolFormat::Qwen3Coder.call_shape(&word).unwrap()]);
+        assert_eq!(words.constraint(&shape).is_ok(), free, "{value:?} alone");
+    }
+}
+
+#[test]
+fn required_parameters_that_are_not_declared_are_additional_ones() {
+    let words = Words::demo();
+    let parameters =
+        json!({"required": ["a", "a"], "additionalProperties": {"type": "string", "maxLength": 3}});
+    let tool = ToolSpec { name: "f".into(), parameters };
+    let shape = Shape::Calls(vec![ToolFormat::MiniMax.call_shape(&tool).unwrap()]);
+    assert!(words.takes(&shape, &minimax_call("123")));
+    assert!(!words.takes(&shape, &minimax_call("1234")));
+    assert_eq!(read_call(ToolFormat::MiniMax, &tool, &minimax_call("123")).1, json!({"a": "123"}));
+}
+
+#[test]
+fn a_value_ends_before_the_special_token_of_its_tag() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../demo/tokenizer.json");
+    let mut tokenizer: Json = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    let id = Words::demo().tokenizer.vocab_size();
+    tokenizer["added_tokens"]
+        .as_array_mut()
+        .unwrap()
+        .push(json!({"id": id, "content": "｜DSML｜", "special": true,
+        "single_word": false, "lstrip": false, "rstrip": false, "normalized": false}));
+    let words =
+        Words::new(Tokenizer::from_bytes(&serde_json::to_vec(&tokenizer).unwrap()).unwrap(), "<|im_end|>");
+    assert!(words.tokenizer.is_special(words.tokenizer.token_to_id("｜DSML｜").unwrap()));
+    let parameters =
+        json!({"properties": {"a": {"type": "string"}, "b": {"enum": ["x", 1]}}, "required": ["a", "b"]});
+    let tool = ToolSpec { name: "f".into(), parameters };
+    let shape = Shape::Calls(vec![ToolFormat::Dsml.call_shape(&tool).unwrap()]);
+    for value in ["Rome", "", "a < b </ c", "</"] {
+        let text = format!(
+            "<｜DSML｜function_calls>\n<｜DSML｜invoke name=\"f\">\n<｜DSML｜parameter name=\"a\" string=\"true\">{value}\
+             </｜DSML｜parameter>\n<｜DSML｜parameter name=\"b\" string=\"false\">1</｜DSML｜parameter>\n</｜DSML｜invoke>\n\
+             </｜DSML｜function_calls>"
+        );
+        assert!(words.takes(&shape, &text), "{value:?}");
+        assert_eq!(read_call(ToolFormat::Dsml, &tool, &text).1, json!({"a": value, "b": 1}));
+    }
 }
 
 #[test]

@@ -10,6 +10,7 @@ use serde_json::{Map, Value as Json};
 
 use super::grammar::{compact, fits, literal, string};
 use super::{GrammarLimits, ParameterTags};
+use crate::reply::NAME_LIMIT;
 use crate::tokenizer::Tokenizer;
 
 /// References and alternatives within a parameter's schema that are followed.
@@ -162,21 +163,21 @@ pub(super) fn parameters(
         return Err(format!("#/{rule}: not supported where a model writes each parameter by itself"));
     }
     let declared = keywords.get("properties").and_then(Json::as_object).unwrap_or(&none);
-    let required: Vec<&str> = keywords
-        .get("required")
-        .and_then(Json::as_array)
-        .into_iter()
-        .flatten()
-        .filter_map(Json::as_str)
-        .collect();
+    let required = keywords.get("required").and_then(Json::as_array).into_iter().flatten();
+    let mut required: Vec<&str> = required.filter_map(Json::as_str).collect();
+    // One that is named twice is still written once.
+    let mut seen = HashSet::new();
+    required.retain(|key| seen.insert(*key));
     let anything = Json::Bool(true);
+    let additional = keywords.get("additionalProperties").unwrap_or(&anything);
     let undeclared = required.iter().filter(|key| !declared.contains_key(**key));
     let all = declared.iter().map(|(key, schema)| (key.as_str(), schema));
-    let all = all.chain(undeclared.map(|key| (*key, &anything)));
+    let all = all.chain(undeclared.map(|key| (*key, additional)));
     let (mut rules, mut sequence) = (String::new(), String::new());
     for (index, (key, value)) in all.enumerate() {
         let at = format!("#/properties/{key}");
-        if key.trim() != key || key.is_empty() || key.contains(['<', '>', '"', '\n']) {
+        let is_name = (1..=NAME_LIMIT).contains(&key.len()) && key.trim() == key;
+        if !is_name || key.contains(['<', '>', '"', '\n']) {
             return Err(format!("{at}: this model has no way of writing that name"));
         }
         let mut values = Vec::new();
@@ -229,7 +230,9 @@ fn writes(
                 Term::Free(format!("(?s:.{{{least},{most}}})"))
             }
             Alternative::Word(word) => {
-                if tags.never.iter().any(|mark| word.contains(mark)) {
+                let ends = tags.never.iter().any(|mark| word.contains(mark))
+                    || tags.never_first().any(|mark| word.starts_with(mark));
+                if ends {
                     return Err(format!("this model has no way of writing {word:?}"));
                 }
                 Term::Word((*word).to_owned())
@@ -291,18 +294,24 @@ impl Parameter<'_> {
                 some.push(match &value.text {
                     Term::Free(expression) => {
                         let terminal = format!("{}_{index}", rule.to_uppercase());
-                        let ends: Vec<String> = tags.never.iter().map(|mark| escaped(mark)).collect();
-                        let ends = ends.join("|");
+                        let within = any_of(tags.never.iter().copied());
                         // Writing to a string does not fail.
-                        let _ = write!(further, "\n{terminal}: /{expression}/ & ~/(?s:.*)({ends})(?s:.*)/");
-                        if after_value.contains("<[") {
-                            // A special token, which no text goes over.
-                            format!("{terminal} {after_value}")
+                        let _ = write!(further, "\n{terminal}: /{expression}/ & ~/(?s:.*)({within})(?s:.*)/");
+                        let first = any_of(tags.never_first());
+                        if !first.is_empty() {
+                            let _ = write!(further, " & ~/({first})(?s:.*)/");
+                        }
+                        // A terminal takes as much as it can: what ends it must be in it, up to a special token,
+                        // which no text goes over.
+                        let (text, token) = match after_value.split_once("<[") {
+                            Some((text, behind)) => (text.trim(), format!(" <[{behind}")),
+                            None => (after_value.trim(), String::new()),
+                        };
+                        if text.is_empty() {
+                            format!("{terminal}{token}")
                         } else {
-                            // A terminal takes as much as it can: what ends it must be in it.
-                            let _ =
-                                write!(further, "\n{terminal}_END: {terminal} {}", string(tags.after_value));
-                            format!("{terminal}_END")
+                            let _ = write!(further, "\n{terminal}_END: {terminal} {text}");
+                            format!("{terminal}_END{token}")
                         }
                     }
                     Term::Word(word) => format!("{} {after_value}", string(word)),
@@ -330,10 +339,21 @@ impl ParameterTags {
         text.split('\n').map(|part| literal(tokenizer, part)).collect::<Vec<_>>().join(" /\\n?/ ")
     }
 
+    /// What no text may begin with: marks that begin with a new line, where one stands before the text already.
+    fn never_first(&self) -> impl Iterator<Item = &'static str> {
+        let after_line = self.after_key.ends_with('\n');
+        self.never.iter().filter_map(move |mark| mark.strip_prefix('\n').filter(|_| after_line))
+    }
+
     /// Whether the markup says what is a string.
     fn typed(&self) -> bool {
         self.after_key != self.after_json_key
     }
+}
+
+/// A regular expression, between slashes, of these texts; empty without any.
+fn any_of<'a>(texts: impl Iterator<Item = &'a str>) -> String {
+    texts.map(escaped).collect::<Vec<_>>().join("|")
 }
 
 /// A text as a part of a regular expression between slashes.

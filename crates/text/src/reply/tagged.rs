@@ -367,7 +367,8 @@ impl Tagged {
     /// The types of the parameter, if its schema names any.
     fn types(&self, tools: &[ToolSpec]) -> Option<Types> {
         let root = &tools.iter().find(|tool| tool.name == self.name)?.parameters;
-        Types::of(root["properties"].get(&self.key)?, root)
+        let declared = root["properties"].get(&self.key);
+        Types::of(declared.or_else(|| root.get("additionalProperties"))?, root)
     }
 
     /// The value's text.
