@@ -645,9 +645,13 @@ fn what_a_call_in_tags_may_cost_is_bounded() {
     // All definitions once for each alternative.
     let list = json!({"type": "array", "items": {"$ref": "#/$defs/long"}});
     let large = json!({"properties": {"a": {"anyOf": vec![list; 700]}}, "$defs": {"long": {"const": "x".repeat(100_000)}}});
-    for (parameters, reason) in
-        [(many, "#/properties/a: too many alternatives"), (large, "#/properties/a: the values")]
-    {
+    let types = json!({"properties": {"a": {"anyOf": vec![json!({"$ref": "#/$defs/d"}); 100]}},
+        "$defs": {"d": {"type": vec!["string"; 2_000]}}});
+    for (parameters, reason) in [
+        (many, "#/properties/a: too many alternatives"),
+        (large, "#/properties/a: the values"),
+        (types, "#/properties/a: too many alternatives"),
+    ] {
         let tool = ToolSpec { name: "f".into(), parameters };
         let shape = Shape::Calls(vec![ToolFormat::MiniMax.call_shape(&tool).unwrap()]);
         let error = words.constraint(&shape).unwrap_err().to_string();

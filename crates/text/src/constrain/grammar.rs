@@ -6,7 +6,7 @@ use llguidance::api::TopLevelGrammar;
 use serde_json::{Value as Json, json};
 
 use super::vocabulary::GrammarVocabulary;
-use super::{CallShape, GrammarLimits, Shape, schema, tagged};
+use super::{CallShape, GrammarLimits, Shape, schema, tagged, values};
 use crate::tokenizer::Tokenizer;
 
 /// What may stand between two tokens of JSON: a blank, or a new line and its indentation. A model that is unsure
@@ -74,7 +74,7 @@ fn calls(tokenizer: &Tokenizer, calls: &[CallShape], limits: &GrammarLimits) -> 
     let schemas = schema::checked(calls.iter().map(|call| &call.schema), limits)?;
     let mut rules = String::from("start: ");
     rules += &(0..calls.len()).map(|index| format!("call_{index}")).collect::<Vec<_>>().join(" | ");
-    let mut budget = tagged::Budget::new(limits);
+    let mut budget = values::Budget::new(limits);
     for (index, (call, schema)) in calls.iter().zip(schemas).enumerate() {
         let Some(tags) = &call.tags else {
             let (prefix, suffix) = (literal(tokenizer, &call.prefix), literal(tokenizer, &call.suffix));

@@ -454,7 +454,10 @@ impl Types {
         let mut types = Types::default();
         match &schema["type"] {
             Json::String(name) => types.add(name),
-            Json::Array(names) => names.iter().filter_map(Json::as_str).for_each(|name| types.add(name)),
+            Json::Array(names) => {
+                *steps = steps.checked_sub(names.len())?;
+                names.iter().filter_map(Json::as_str).for_each(|name| types.add(name));
+            }
             _ => {}
         }
         if types == Types::default() {
