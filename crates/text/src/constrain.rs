@@ -14,6 +14,7 @@
 mod grammar;
 mod schema;
 mod tagged;
+mod values;
 mod vocabulary;
 
 use std::fmt;
@@ -23,6 +24,9 @@ use llguidance::toktrie::SimpleVob;
 use serde_json::Value as Json;
 
 pub use vocabulary::GrammarVocabulary;
+
+pub(crate) use schema::target;
+pub(crate) use values::{ALTERNATIVES, DEPTH};
 
 use crate::error::TextError;
 

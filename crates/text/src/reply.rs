@@ -28,6 +28,8 @@ use serde_json::Value as Json;
 
 pub use format::{ReplyFormat, ToolFormat};
 
+pub(crate) use header::NAME_LIMIT;
+
 use arguments::Scanner;
 use envelope::Envelope;
 use format::{Mark, Marks};

@@ -6,7 +6,7 @@ use llguidance::api::TopLevelGrammar;
 use serde_json::{Value as Json, json};
 
 use super::vocabulary::GrammarVocabulary;
-use super::{CallShape, GrammarLimits, Shape, schema, tagged};
+use super::{CallShape, GrammarLimits, Shape, schema, tagged, values};
 use crate::tokenizer::Tokenizer;
 
 /// What may stand between two tokens of JSON: a blank, or a new line and its indentation. A model that is unsure
@@ -74,6 +74,7 @@ fn calls(tokenizer: &Tokenizer, calls: &[CallShape], limits: &GrammarLimits) -> 
     let schemas = schema::checked(calls.iter().map(|call| &call.schema), limits)?;
     let mut rules = String::from("start: ");
     rules += &(0..calls.len()).map(|index| format!("call_{index}")).collect::<Vec<_>>().join(" | ");
+    let mut budget = values::Budget::new(limits);
     for (index, (call, schema)) in calls.iter().zip(schemas).enumerate() {
         let Some(tags) = &call.tags else {
             let (prefix, suffix) = (literal(tokenizer, &call.prefix), literal(tokenizer, &call.suffix));
@@ -82,7 +83,7 @@ fn calls(tokenizer: &Tokenizer, calls: &[CallShape], limits: &GrammarLimits) -> 
             continue;
         };
         let name = format!("call_{index}");
-        let (parameters, sequence) = tagged::parameters(tokenizer, tags, &schema, &name, limits)?;
+        let (parameters, sequence) = tagged::parameters(tokenizer, tags, &schema, &name, &mut budget)?;
         let (prefix, suffix) = (tags.fixed(tokenizer, &call.prefix), tags.fixed(tokenizer, &call.suffix));
         let _ = write!(rules, "\n{name}: {prefix} {sequence} {suffix}{parameters}");
     }

@@ -300,7 +300,7 @@ impl<'a> Merge<'a, '_> {
 }
 
 /// What a reference names; `None` where it is not within the schema, which the library refuses.
-pub(super) fn target<'a>(root: &'a Json, reference: &str) -> Option<&'a Json> {
+pub(crate) fn target<'a>(root: &'a Json, reference: &str) -> Option<&'a Json> {
     root.pointer(reference.strip_prefix('#')?.trim_end_matches('/'))
 }
 

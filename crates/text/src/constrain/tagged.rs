@@ -3,63 +3,19 @@
 //! Parameters come in the order of the schema, each at most once, those that are required always. A value that may be
 //! any string is bare text up to the mark that ends it; one that is something else is JSON of its schema.
 
+use std::collections::HashSet;
 use std::fmt::Write as _;
 
 use serde_json::{Map, Value as Json};
 
-use super::grammar::{compact, literal, string};
-use super::{GrammarLimits, ParameterTags};
+use super::ParameterTags;
+use super::grammar::{compact, fits, literal, string};
+use super::values::{Alternative, Budget, DEPTH, GROWTH, alternatives, is_rule};
+use crate::reply::NAME_LIMIT;
 use crate::tokenizer::Tokenizer;
-
-/// References and alternatives within a parameter's schema that are followed.
-const DEPTH: usize = 16;
-
-/// Values that a parameter may have, as alternatives.
-const ALTERNATIVES: usize = 4096;
-
-/// Keywords that constrain something; the others that do are refused before ([`super::schema`]).
-const RULES: [&str; 27] = [
-    "$ref",
-    "additionalItems",
-    "additionalProperties",
-    "allOf",
-    "anyOf",
-    "const",
-    "enum",
-    "exclusiveMaximum",
-    "exclusiveMinimum",
-    "format",
-    "items",
-    "maxItems",
-    "maxLength",
-    "maxProperties",
-    "maximum",
-    "minItems",
-    "minLength",
-    "minProperties",
-    "minimum",
-    "multipleOf",
-    "oneOf",
-    "pattern",
-    "patternProperties",
-    "prefixItems",
-    "properties",
-    "required",
-    "type",
-];
 
 /// Those of all arguments that hold by construction.
 const HELD: [&str; 4] = ["additionalProperties", "properties", "required", "type"];
-
-/// One alternative of a parameter's value.
-enum Alternative {
-    /// Text of so many characters.
-    Text { least: u64, most: Option<u64> },
-    /// This string.
-    Word(String),
-    /// JSON of this schema.
-    Json(Json),
-}
 
 /// The rules of all parameters of a call, each in a line of its own, and the sequence that joins them. Names of rules
 /// begin with `name`.
@@ -68,7 +24,7 @@ pub(super) fn parameters(
     tags: &ParameterTags,
     schema: &Json,
     name: &str,
-    limits: &GrammarLimits,
+    budget: &mut Budget,
 ) -> Result<(String, String), String> {
     let none = Map::new();
     let keywords = match schema {
@@ -80,25 +36,26 @@ pub(super) fn parameters(
         return Err(format!("#/{rule}: not supported where a model writes each parameter by itself"));
     }
     let declared = keywords.get("properties").and_then(Json::as_object).unwrap_or(&none);
-    let required: Vec<&str> = keywords
-        .get("required")
-        .and_then(Json::as_array)
-        .into_iter()
-        .flatten()
-        .filter_map(Json::as_str)
-        .collect();
+    let required = keywords.get("required").and_then(Json::as_array).into_iter().flatten();
+    let mut required: Vec<&str> = required.filter_map(Json::as_str).collect();
+    // One that is named twice is still written once.
+    let mut seen = HashSet::new();
+    required.retain(|key| seen.insert(*key));
     let anything = Json::Bool(true);
+    let additional = keywords.get("additionalProperties").unwrap_or(&anything);
     let undeclared = required.iter().filter(|key| !declared.contains_key(**key));
     let all = declared.iter().map(|(key, schema)| (key.as_str(), schema));
-    let all = all.chain(undeclared.map(|key| (*key, &anything)));
+    let all = all.chain(undeclared.map(|key| (*key, additional)));
     let (mut rules, mut sequence) = (String::new(), String::new());
     for (index, (key, value)) in all.enumerate() {
         let at = format!("#/properties/{key}");
-        if key.trim() != key || key.is_empty() || key.contains(['<', '>', '"', '\n']) {
+        let is_name = (1..=NAME_LIMIT).contains(&key.len()) && key.trim() == key;
+        if !is_name || key.contains(['<', '>', '"', '\n']) {
             return Err(format!("{at}: this model has no way of writing that name"));
         }
         let mut values = Vec::new();
-        alternatives(value, schema, DEPTH, &mut values).map_err(|reason| format!("{at}: {reason}"))?;
+        alternatives(value, schema, DEPTH, budget, &mut values)
+            .map_err(|reason| format!("{at}: {reason}"))?;
         if values.is_empty() {
             if required.contains(&key) {
                 return Err(format!("{at}: no value satisfies the schema"));
@@ -106,11 +63,11 @@ pub(super) fn parameters(
             continue;
         }
         let rule = format!("{name}_p{index}");
-        let texts = writes(&values, tags, schema, &at)?;
+        let texts = writes(&values, tags, schema, budget).map_err(|reason| format!("{at}: {reason}"))?;
         let parameter = Parameter { tokenizer, tags, key, rule: &rule };
         parameter.write(&texts, &mut rules);
         let _ = write!(sequence, " {rule}{}", if required.contains(&key) { "" } else { "?" });
-        super::grammar::fits("the parameters of a call come to", rules.len() / 8, limits)?;
+        fits("the parameters of a call come to", rules.len() / GROWTH, budget.limits)?;
     }
     Ok((rules, sequence))
 }
@@ -135,31 +92,30 @@ fn writes(
     values: &[Alternative],
     tags: &ParameterTags,
     root: &Json,
-    at: &str,
+    budget: &mut Budget,
 ) -> Result<Vec<Written>, String> {
     let free = values.iter().any(|value| matches!(value, Alternative::Text { .. }));
     let mut written = Vec::new();
     for value in values {
-        written.push(match value {
+        let text = match value {
             Alternative::Text { least, most } => {
                 let most = most.map_or(String::new(), |most| most.to_string());
-                Written { text: Term::Free(format!("(?s:.{{{least},{most}}})")), is_string: true }
+                Term::Free(format!("(?s:.{{{least},{most}}})"))
             }
             Alternative::Word(word) => {
-                if tags.never.iter().any(|mark| word.contains(mark)) {
-                    return Err(format!("{at}: this model has no way of writing {word:?}"));
+                let ends = tags.never.iter().any(|mark| word.contains(mark))
+                    || tags.never_first().any(|mark| word.starts_with(mark));
+                if ends {
+                    return Err(format!("this model has no way of writing {word:?}"));
                 }
-                Written { text: Term::Word(word.clone()), is_string: true }
+                Term::Word((*word).to_owned())
             }
-            Alternative::Json(schema) => {
+            json => {
                 // What is read of a text that may be anything is JSON if it can be: its rules would not hold.
-                let bare = schema.as_object().is_none_or(|keywords| {
-                    keywords.keys().all(|key| key == "type" || key == "const" || !is_rule(key))
-                });
-                if free && !tags.typed() && !bare {
-                    return Err(format!("{at}: where a string may stand, nothing else can have rules"));
+                if free && !tags.typed() && !json.is_bare() {
+                    return Err("where a string may stand, nothing else can have rules".to_owned());
                 }
-                let mut schema = schema.clone();
+                let mut schema = json.schema().unwrap_or_default();
                 for definitions in ["$defs", "definitions"] {
                     if let (Some(shared), Json::Object(keywords)) = (root.get(definitions), &mut schema)
                         && refers(keywords)
@@ -167,9 +123,12 @@ fn writes(
                         keywords.entry(definitions).or_insert_with(|| shared.clone());
                     }
                 }
-                Written { text: Term::Json(compact(schema).to_string()), is_string: false }
+                Term::Json(compact(schema).to_string())
             }
-        });
+        };
+        let (Term::Free(bytes) | Term::Word(bytes) | Term::Json(bytes)) = &text;
+        budget.bytes(bytes.len())?;
+        written.push(Written { text, is_string: value.is_string() });
     }
     Ok(written)
 }
@@ -208,18 +167,24 @@ impl Parameter<'_> {
                 some.push(match &value.text {
                     Term::Free(expression) => {
                         let terminal = format!("{}_{index}", rule.to_uppercase());
-                        let ends: Vec<String> = tags.never.iter().map(|mark| escaped(mark)).collect();
-                        let ends = ends.join("|");
+                        let within = any_of(tags.never.iter().copied());
                         // Writing to a string does not fail.
-                        let _ = write!(further, "\n{terminal}: /{expression}/ & ~/(?s:.*)({ends})(?s:.*)/");
-                        if after_value.contains("<[") {
-                            // A special token, which no text goes over.
-                            format!("{terminal} {after_value}")
+                        let _ = write!(further, "\n{terminal}: /{expression}/ & ~/(?s:.*)({within})(?s:.*)/");
+                        let first = any_of(tags.never_first());
+                        if !first.is_empty() {
+                            let _ = write!(further, " & ~/({first})(?s:.*)/");
+                        }
+                        // A terminal takes as much as it can: what ends it must be in it, up to a special token,
+                        // which no text goes over.
+                        let (text, token) = match after_value.split_once("<[") {
+                            Some((text, behind)) => (text.trim(), format!(" <[{behind}")),
+                            None => (after_value.trim(), String::new()),
+                        };
+                        if text.is_empty() {
+                            format!("{terminal}{token}")
                         } else {
-                            // A terminal takes as much as it can: what ends it must be in it.
-                            let _ =
-                                write!(further, "\n{terminal}_END: {terminal} {}", string(tags.after_value));
-                            format!("{terminal}_END")
+                            let _ = write!(further, "\n{terminal}_END: {terminal} {text}");
+                            format!("{terminal}_END{token}")
                         }
                     }
                     Term::Word(word) => format!("{} {after_value}", string(word)),
@@ -247,10 +212,21 @@ impl ParameterTags {
         text.split('\n').map(|part| literal(tokenizer, part)).collect::<Vec<_>>().join(" /\\n?/ ")
     }
 
+    /// What no text may begin with: marks that begin with a new line, where one stands before the text already.
+    fn never_first(&self) -> impl Iterator<Item = &'static str> {
+        let after_line = self.after_key.ends_with('\n');
+        self.never.iter().filter_map(move |mark| mark.strip_prefix('\n').filter(|_| after_line))
+    }
+
     /// Whether the markup says what is a string.
     fn typed(&self) -> bool {
         self.after_key != self.after_json_key
     }
+}
+
+/// A regular expression, between slashes, of these texts; empty without any.
+fn any_of<'a>(texts: impl Iterator<Item = &'a str>) -> String {
+    texts.map(escaped).collect::<Vec<_>>().join("|")
 }
 
 /// A text as a part of a regular expression between slashes.
@@ -263,82 +239,4 @@ fn escaped(text: &str) -> String {
         }
         all
     })
-}
-
-fn is_rule(keyword: &str) -> bool {
-    RULES.contains(&keyword)
-}
-
-/// The values that a schema admits.
-fn alternatives(schema: &Json, root: &Json, depth: usize, out: &mut Vec<Alternative>) -> Result<(), String> {
-    if out.len() > ALTERNATIVES || depth == 0 {
-        return Err("too many alternatives, or too deep".to_owned());
-    }
-    let any = Alternative::Text { least: 0, most: None };
-    let keywords = match schema {
-        Json::Bool(true) => {
-            out.push(any);
-            return Ok(());
-        }
-        Json::Object(keywords) => keywords,
-        _ => return Ok(()),
-    };
-    let rules: Vec<&str> = keywords.keys().map(String::as_str).filter(|key| is_rule(key)).collect();
-    match rules[..] {
-        [] => out.push(any),
-        ["$ref"] => {
-            let target =
-                keywords["$ref"].as_str().and_then(|reference| super::schema::target(root, reference));
-            let target = target.ok_or("it refers to nothing")?;
-            alternatives(target, root, depth - 1, out)?;
-        }
-        ["anyOf" | "oneOf"] => {
-            for branch in keywords[rules[0]].as_array().into_iter().flatten() {
-                alternatives(branch, root, depth - 1, out)?;
-            }
-        }
-        _ if rules.contains(&"const") || rules.contains(&"enum") => {
-            if let Some(rule) = rules.iter().find(|rule| !["const", "enum", "type"].contains(*rule)) {
-                return Err(format!("`{rule}` beside fixed values is not supported"));
-            }
-            let fixed = keywords.get("const").into_iter();
-            let fixed = fixed.chain(keywords.get("enum").and_then(Json::as_array).into_iter().flatten());
-            for value in fixed {
-                out.push(match value {
-                    Json::String(word) => Alternative::Word(word.clone()),
-                    value => Alternative::Json(serde_json::json!({ "const": value })),
-                });
-            }
-        }
-        _ => {
-            let types: Vec<&str> = match keywords.get("type") {
-                Some(Json::String(one)) => vec![one],
-                Some(Json::Array(several)) => several.iter().filter_map(Json::as_str).collect(),
-                _ => return Err("it does not say its `type`".to_owned()),
-            };
-            for name in types {
-                if name == "string" {
-                    out.push(text(keywords, &rules)?);
-                } else {
-                    let mut schema = keywords.clone();
-                    schema.insert("type".to_owned(), name.into());
-                    out.push(Alternative::Json(schema.into()));
-                }
-            }
-        }
-    }
-    Ok(())
-}
-
-/// Any string with these rules.
-fn text(keywords: &Map<String, Json>, rules: &[&str]) -> Result<Alternative, String> {
-    if let Some(rule) = rules.iter().find(|rule| ["pattern", "format", "contentEncoding"].contains(*rule)) {
-        return Err(format!("`{rule}` is not supported where a model writes strings as bare text"));
-    }
-    let length = |rule: &str| keywords.get(rule).and_then(Json::as_u64);
-    let (least, most) = (length("minLength").unwrap_or(0), length("maxLength"));
-    if most.is_some_and(|most| most < least) {
-        return Err("no string is that long".to_owned());
-    }
-    Ok(Alternative::Text { least, most })
 }

@@ -8,7 +8,7 @@ use super::output::Output;
 use super::{State, Step, Token};
 
 /// Bytes that a tool's name may have.
-pub(super) const NAME_LIMIT: usize = 256;
+pub(crate) const NAME_LIMIT: usize = 256;
 
 /// Bytes that one part of a head may have: a name, and what Kimi's ids add to it.
 const PART_LIMIT: usize = NAME_LIMIT + 64;

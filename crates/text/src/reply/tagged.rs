@@ -11,9 +11,7 @@ use super::format::{Mark, Marks};
 use super::header::{NAME_LIMIT, is_name};
 use super::output::Output;
 use super::{Step, Token, ToolSpec};
-
-/// Schemas within schemas that are looked into for a parameter's types.
-const SCHEMA_DEPTH: usize = 8;
+use crate::constrain::{ALTERNATIVES, DEPTH, target};
 
 /// How a format marks a call's parts.
 #[derive(Debug)]
@@ -318,10 +316,7 @@ impl Tagged {
 
     fn keyed(&mut self, kind: Kind, out: &mut Output, tools: &[ToolSpec]) -> bool {
         self.key = self.text.trim().to_owned();
-        let is_string = || {
-            let types = self.schema(tools).and_then(|schema| Types::of(schema, SCHEMA_DEPTH));
-            types.is_some_and(Types::is_string)
-        };
+        let is_string = || self.types(tools).is_some_and(Types::is_string);
         self.kind = if kind == Kind::BySchema && is_string() { Kind::String } else { kind };
         if self.key.is_empty() {
             return false;
@@ -369,10 +364,11 @@ impl Tagged {
         }
     }
 
-    /// The schema of the parameter.
-    fn schema<'a>(&self, tools: &'a [ToolSpec]) -> Option<&'a Json> {
-        let tool = tools.iter().find(|tool| tool.name == self.name)?;
-        tool.parameters.get("properties")?.get(&self.key)
+    /// The types of the parameter, if its schema names any.
+    fn types(&self, tools: &[ToolSpec]) -> Option<Types> {
+        let root = &tools.iter().find(|tool| tool.name == self.name)?.parameters;
+        let declared = root["properties"].get(&self.key);
+        Types::of(declared.or_else(|| root.get("additionalProperties"))?, root)
     }
 
     /// The value's text.
@@ -396,11 +392,7 @@ impl Tagged {
             self.write_key(out);
             let value = self.value();
             let is_json = self.kind == Kind::Json && serde_json::from_str::<Json>(value.trim()).is_ok();
-            out.arguments(&if is_json {
-                value.trim().to_owned()
-            } else {
-                to_json(value, self.schema(tools))
-            });
+            out.arguments(&if is_json { value.trim().to_owned() } else { to_json(value, self.types(tools)) });
         }
         self.go_on(Part::Parameters);
     }
@@ -416,13 +408,13 @@ fn escape(c: char, out: &mut Output) {
     }
 }
 
-/// A value's text as JSON, by the schema of its parameter.
+/// A value's text as JSON, by the types that the schema of its parameter names.
 ///
 /// Where the schema admits a string, text that is JSON of another admitted type is of that type; without a
 /// schema, text that is JSON of any type but string is of that type. Everything else is a string.
-fn to_json(text: &str, schema: Option<&Json>) -> String {
+fn to_json(text: &str, types: Option<Types>) -> String {
     let trimmed = text.trim();
-    let types = schema.and_then(|schema| Types::of(schema, SCHEMA_DEPTH)).unwrap_or(Types::ANY);
+    let types = types.unwrap_or(Types::ANY);
     let parsed = if types.is_string() { None } else { serde_json::from_str::<Json>(trimmed).ok() };
     match parsed {
         Some(value) if types.admit(&value) => return trimmed.to_owned(),
@@ -450,22 +442,34 @@ impl Types {
     const ANY: Types =
         Types { string: true, number: true, boolean: true, null: true, array: true, object: true };
 
-    /// The types that a schema names; `None` if it names none.
-    fn of(schema: &Json, depth: usize) -> Option<Types> {
+    /// The types that a schema names, itself or by its references into `root`; `None` if it names none, or so many
+    /// subschemas that a grammar of the tool would be refused.
+    fn of(schema: &Json, root: &Json) -> Option<Types> {
+        let mut steps = ALTERNATIVES;
+        Types::within(schema, root, DEPTH, &mut steps)
+    }
+
+    fn within(schema: &Json, root: &Json, depth: usize, steps: &mut usize) -> Option<Types> {
+        *steps = steps.checked_sub(1)?;
         let mut types = Types::default();
         match &schema["type"] {
             Json::String(name) => types.add(name),
-            Json::Array(names) => names.iter().filter_map(Json::as_str).for_each(|name| types.add(name)),
+            Json::Array(names) => {
+                *steps = steps.checked_sub(names.len())?;
+                names.iter().filter_map(Json::as_str).for_each(|name| types.add(name));
+            }
             _ => {}
         }
         if types == Types::default() {
-            let values = schema["enum"].as_array().into_iter().flatten().chain(schema.get("const"));
-            values.for_each(|value| types.join(Types::of_value(value)));
+            let values = schema["enum"].as_array().map_or(&[][..], Vec::as_slice);
+            *steps = steps.checked_sub(values.len())?;
+            values.iter().chain(schema.get("const")).for_each(|value| types.join(Types::of_value(value)));
         }
         if types == Types::default() && depth > 0 {
+            let referred = schema["$ref"].as_str().and_then(|reference| target(root, reference));
             let branches = ["anyOf", "oneOf", "allOf"].into_iter().filter_map(|key| schema[key].as_array());
-            for branch in branches.flatten() {
-                types.join(Types::of(branch, depth - 1)?);
+            for branch in referred.into_iter().chain(branches.flatten()) {
+                types.join(Types::within(branch, root, depth - 1, steps)?);
             }
         }
         (types != Types::default()).then_some(types)
@@ -560,8 +564,30 @@ mod tests {
             ("plain", None, r#""plain""#),
             ("True", None, r#""True""#),
         ] {
-            assert_eq!(to_json(text, schema), expected, "{text:?} by {schema:?}");
+            let types = schema.and_then(|schema| Types::of(schema, schema));
+            assert_eq!(to_json(text, types), expected, "{text:?} by {schema:?}");
         }
+    }
+
+    #[test]
+    fn types_are_found_by_references_and_no_schema_takes_for_ever() {
+        let string = Types { string: true, ..Types::default() };
+        let root = json!({"$defs": {"zip": {"$ref": "#/$defs/text"}, "text": {"type": "string"}, "me": {"$ref": "#/$defs/me"}}});
+        let of = |schema: Json| Types::of(&schema, &root);
+        assert_eq!(of(json!({"$ref": "#/$defs/zip"})), Some(string));
+        let either = json!({"anyOf": [{"$ref": "#/$defs/zip"}, {"type": "null"}]});
+        assert_eq!(of(either), Some(Types { null: true, ..string }));
+        for unknown in ["#/$defs/me", "#/$defs/nowhere", "elsewhere"] {
+            assert_eq!(of(json!({"$ref": unknown})), None, "{unknown}");
+        }
+        let definitions: serde_json::Map<_, _> = (0..12)
+            .map(|n| {
+                (format!("d{n}"), json!({"anyOf": vec![json!({"$ref": format!("#/$defs/d{}", n + 1)}); 700]}))
+            })
+            .chain([("d12".to_owned(), json!({"type": "string"}))])
+            .collect();
+        let root = json!({ "$defs": definitions });
+        assert_eq!(Types::of(&json!({"$ref": "#/$defs/d0"}), &root), None);
     }
 
     #[test]
@@ -570,7 +596,7 @@ mod tests {
         for _ in 0..50 {
             schema = json!({"anyOf": [schema]});
         }
-        assert_eq!(to_json("1", Some(&schema)), "1");
+        assert_eq!(to_json("1", Types::of(&schema, &schema)), "1");
         let deep = "[".repeat(100_000);
         assert_eq!(to_json(&deep, None), format!("\"{deep}\""));
     }
