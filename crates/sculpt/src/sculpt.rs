@@ -135,8 +135,16 @@ pub fn sculpt_of(
     };
     let earlier = pieces.remove(journal::STEP).map(f32::from_bits);
     plan.find_step((&checkpoint, files), settings, earlier, progress, cancel).map_err(not_begun)?;
-    let (plan, partial) = (&plan, &partial);
-    let work = Work { checkpoint: &checkpoint, files, plan, decided, settings, partial, progress, cancel };
+    let work = Work {
+        checkpoint: &checkpoint,
+        files,
+        plan: &plan,
+        decided,
+        settings,
+        partial: &partial,
+        progress,
+        cancel,
+    };
     work.run(&pieces)?;
     let problems = check(&[JOURNAL])?;
     if !problems.is_empty() {
