@@ -240,6 +240,42 @@ fn what_weights_decide_is_decided_before_they_come() {
     }
 }
 
+/// Work that was begun with levels or a step from samples that were wrong is not gone on with.
+#[test]
+fn wrong_samples_leave_nothing_in_the_vault() {
+    let fitted = Settings { levels: Levels::Fitted, ..settings() };
+    let coded =
+        Settings { entropy: true, coded_bpw: Some(250), keep_experts: false, group: 128, ..settings() };
+    for settings in [fitted, coded] {
+        let case = Case::with(2, 2, settings);
+        // Samples in the head of the second file, which is a part of it by then, and samples that are asked for.
+        for of_head in [true, false] {
+            let second = case.checkpoint.join("model-00002-of-00002.safetensors");
+            let total = std::fs::metadata(second).unwrap().len();
+            let mut heads = 0;
+            let hub = case.hub(move |request| {
+                let (start, end) = request.range.filter(|_| request.elsewhere)?;
+                if !request.path.contains("00002-of") {
+                    return None;
+                }
+                heads += usize::from(start == 0);
+                // Those of a fingerprint are shorter.
+                let rows = start > 0 && end - start > 32 << 10 && end < total;
+                let wrong = if of_head { start == 0 } else { rows };
+                (wrong && heads == 1).then_some(Fault::Other)
+            });
+            let error = case.pull(&hub).unwrap_err().text();
+            assert!(error.contains("is not in the whole file; run again"), "{error}");
+            let partial = std::fs::read(case.dir.path().join(".vault.partial/journal")).unwrap();
+            let experts = String::from_utf8(partial).unwrap().matches("expert 0 ").count();
+            assert!(experts > 0, "some were coded");
+            assert_eq!(case.pull(&case.hub(|_| None)).unwrap(), Outcome::Created);
+            case.assert_done();
+            std::fs::remove_dir_all(case.vault()).unwrap();
+        }
+    }
+}
+
 /// Records of different lengths lie in their order, whatever that of the files.
 #[test]
 fn entropy_coded_records_of_late_files_are_waited_for() {

@@ -167,7 +167,7 @@ impl Checkpoint {
         };
         let config_path = dir.join("config.json");
         if !config_path.is_file() {
-            return Err(nothing("it has neither config.json nor a GGUF file"));
+            return Err(nothing("it has neither config.json nor a GGUF file without safetensors beside it"));
         }
         let config = std::fs::read(&config_path).map_err(SculptError::io("read", &config_path))?;
         let mut config = serde_json::from_slice(&config).map_err(SculptError::json(&config_path))?;
@@ -576,7 +576,14 @@ fn gguf_in(dir: &Path, files: &dyn WeightFiles) -> Result<Option<PathBuf>, Sculp
     let mut found: BTreeMap<String, String> = BTreeMap::new();
     for entry in std::fs::read_dir(dir).map_err(SculptError::io("read", dir))? {
         let name = entry.map_err(SculptError::io("read", dir))?.file_name();
-        let Some(name) = name.to_str().filter(|name| name.ends_with(".gguf")) else { continue };
+        let Some(name) = name.to_str() else { continue };
+        // Perhaps those of another model, whose index is missing.
+        if name.ends_with(".safetensors") {
+            return Ok(None);
+        }
+        if !name.ends_with(".gguf") {
+            continue;
+        }
         if name.starts_with("mmproj") {
             continue;
         }

@@ -18,6 +18,9 @@ const MAGIC: &str = "smoe-sculpt 2";
 /// In the place of a piece, the step of the experts' codes, and as its checksum the bits of that `f32`: what is found by
 /// coding experts is not found again.
 pub(crate) const STEP: &str = "step";
+/// In the place of a piece, what weights decided before the first was coded ([`crate::plan::Plan::decided`]): pieces that
+/// were coded by other levels or by another step are of no use.
+pub(crate) const DECIDED: &str = "decided";
 
 /// A journal as read.
 #[derive(Debug, PartialEq, Eq)]

@@ -103,19 +103,22 @@ impl Partial {
     /// Looks at what an earlier run left for this plan.
     ///
     /// With `force`, only pieces that were made from these very files are of use; without it, others are an
-    /// error. The fingerprint samples the experts, so it cannot tell that.
+    /// error. The fingerprint samples the experts, so it cannot tell that. Pieces for which weights had decided something
+    /// else than `decided` are never of use: rows that are asked for ahead of their file may have been wrong.
     pub fn inspect(
         &self,
         provenance: &Provenance,
         identity: &str,
+        decided: u32,
         force: bool,
     ) -> Result<Found, SculptError> {
         let path = self.file(JOURNAL);
-        let (found, pieces) = match fs::read(&path) {
+        let found = match fs::read(&path) {
             Ok(bytes) => match Journal::parse(&bytes) {
-                Some(journal) if differs(&journal.provenance, provenance).is_none() => {
+                Some(mut journal) if differs(&journal.provenance, provenance).is_none() => {
                     if journal.identity == identity {
-                        return Ok(Found::Pieces(journal.pieces));
+                        let same = journal.pieces.remove(journal::DECIDED) == Some(decided);
+                        return Ok(if same { Found::Pieces(journal.pieces) } else { Found::Nothing });
                     }
                     if force {
                         return Ok(Found::Nothing);
@@ -127,14 +130,14 @@ impl Partial {
                         expected: identity.to_owned(),
                     });
                 }
-                Some(journal) => (journal.provenance, Some(journal.pieces)),
+                Some(journal) => journal.provenance,
                 None => return Ok(Found::Nothing),
             },
             Err(e) if e.kind() == io::ErrorKind::NotFound => {
                 // The journal goes last, when everything else is in place.
                 match vault::read_head(&self.file(file_name::EXPERTS)) {
                     Ok((file, _)) => match file.manifest() {
-                        Some(manifest) => (manifest.source.clone(), None),
+                        Some(manifest) => manifest.source.clone(),
                         None => return Ok(Found::Nothing),
                     },
                     Err(_) => return Ok(Found::Nothing),
@@ -144,7 +147,7 @@ impl Partial {
         };
         match differs(&found, provenance) {
             None if force => Ok(Found::Nothing),
-            None => Ok(pieces.map_or(Found::Whole, Found::Pieces)),
+            None => Ok(Found::Whole),
             Some(_) if force => Ok(Found::Nothing),
             Some((what, found, expected)) => {
                 Err(SculptError::OtherPartial { partial: self.dir.clone(), what, found, expected })

@@ -6,6 +6,7 @@ use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
 use smoe_format::backbone::{self, LayerPart};
+use smoe_format::crc::{crc32c, crc32c_append};
 use smoe_format::expert_file::{FileEntry, Manifest, Provenance};
 use smoe_format::spec::{FfnKind, MixerKind, ModelSpec};
 use smoe_format::tile::ROWS;
@@ -651,6 +652,55 @@ impl Plan {
         Ok(Self { sources, provenance, experts, backbone, side_files, step: None, statistics })
     }
 
+    /// A checksum of everything that weights decide: how every layer's experts are coded, with the levels, and the rows by
+    /// which a step is found.
+    pub fn decided(
+        &self,
+        (checkpoint, files): (&Checkpoint, &dyn WeightFiles),
+        settings: &Settings,
+        stop: &AtomicBool,
+    ) -> Result<u32, SculptError> {
+        let mut crc = crc32c(format!("{:?}", self.experts.layers).as_bytes());
+        if settings.coded_bpw.is_none() {
+            return Ok(crc);
+        }
+        let rows = self.step_search(checkpoint, settings, &(), stop).rows();
+        checkpoint.expect_rows(files, &rows)?;
+        let (mut raw, mut weights, mut bytes) = (Vec::new(), Vec::new(), Vec::new());
+        for (source, rows) in rows {
+            // A matrix may be whole.
+            for run in runs(rows.len(), source.cols) {
+                if stopped(stop) {
+                    return Err(SculptError::Stopped);
+                }
+                let run = rows.start + run.start..rows.start + run.end;
+                checkpoint.read_rows(&source, run, &mut raw, &mut weights)?;
+                bytes.clear();
+                bytes.extend(weights.iter().flat_map(|w| w.to_le_bytes()));
+                crc = crc32c_append(crc, &bytes);
+            }
+        }
+        Ok(crc)
+    }
+
+    fn step_search<'a>(
+        &'a self,
+        checkpoint: &'a Checkpoint,
+        settings: &Settings,
+        progress: &'a dyn Progress,
+        stop: &'a AtomicBool,
+    ) -> StepSearch<'a> {
+        StepSearch {
+            checkpoint,
+            experts: &self.sources.experts,
+            layers: &self.experts.layers,
+            statistics: self.statistics.as_ref(),
+            workers: workers::count(settings.threads, worker_bytes(self)),
+            progress,
+            stop,
+        }
+    }
+
     /// Finds the step of the experts' codes, where they are those of one, unless earlier work did: it must go on with
     /// the same.
     pub fn find_step(
@@ -662,15 +712,7 @@ impl Plan {
         stop: &AtomicBool,
     ) -> Result<(), SculptError> {
         let Some(bpw) = settings.coded_bpw else { return Ok(()) };
-        let search = StepSearch {
-            checkpoint,
-            experts: &self.sources.experts,
-            layers: &self.experts.layers,
-            statistics: self.statistics.as_ref(),
-            workers: workers::count(settings.threads, worker_bytes(self)),
-            progress,
-            stop,
-        };
+        let search = self.step_search(checkpoint, settings, progress, stop);
         let find = || {
             checkpoint.expect_rows(files, &search.rows())?;
             search.find(f64::from(bpw) / 100.0)

@@ -110,7 +110,14 @@ pub fn sculpt_of(
     }
     let total = plan.total_bytes();
     let check = |allowed: &[&str]| read_back(&partial, (total, allowed), settings, progress, cancel);
-    let mut pieces = match partial.inspect(&plan.provenance, &checkpoint.identity()?, settings.force)? {
+    let not_begun = |e| {
+        // Unless earlier.
+        let _ = fs::remove_dir(&partial.dir);
+        e
+    };
+    let decided = plan.decided((&checkpoint, files), settings, cancel).map_err(not_begun)?;
+    let identity = checkpoint.identity()?;
+    let mut pieces = match partial.inspect(&plan.provenance, &identity, decided, settings.force)? {
         Found::Whole => {
             if check(&[])?.is_empty() {
                 give_name(&partial, vault, progress)?;
@@ -127,13 +134,17 @@ pub fn sculpt_of(
         }
     };
     let earlier = pieces.remove(journal::STEP).map(f32::from_bits);
-    if let Err(e) = plan.find_step((&checkpoint, files), settings, earlier, progress, cancel) {
-        // Nothing is begun, unless earlier.
-        let _ = fs::remove_dir(&partial.dir);
-        return Err(e);
-    }
-    let work =
-        Work { checkpoint: &checkpoint, files, plan: &plan, settings, partial: &partial, progress, cancel };
+    plan.find_step((&checkpoint, files), settings, earlier, progress, cancel).map_err(not_begun)?;
+    let work = Work {
+        checkpoint: &checkpoint,
+        files,
+        plan: &plan,
+        decided,
+        settings,
+        partial: &partial,
+        progress,
+        cancel,
+    };
     work.run(&pieces)?;
     let problems = check(&[JOURNAL])?;
     if !problems.is_empty() {
@@ -215,6 +226,8 @@ struct Work<'a> {
     checkpoint: &'a Checkpoint,
     files: &'a dyn WeightFiles,
     plan: &'a Plan,
+    /// [`Plan::decided`].
+    decided: u32,
     settings: &'a Settings,
     partial: &'a Partial,
     progress: &'a dyn Progress,
@@ -289,6 +302,7 @@ impl Work<'_> {
         // The journal is the first file and says for whom the others are.
         let journal_path = self.partial.file(JOURNAL);
         let mut lines = String::new();
+        journal::push_piece(&mut lines, journal::DECIDED, self.decided);
         if let Some(step) = plan.step {
             journal::push_piece(&mut lines, journal::STEP, step.to_bits());
         }

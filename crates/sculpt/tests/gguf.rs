@@ -597,11 +597,98 @@ fn what_contradicts_itself_is_named() {
             "rope.scaling.type` is \"longrope\", this build needs none, linear or yarn",
         ),
         (Box::new(|f| f.set("qwen3moe.expert_gating_func", Meta::U32(2))), "needs 1 (softmax)"),
+        (
+            Box::new(|f| f.set("qwen3moe.expert_count", Meta::U32(9999))),
+            "experts, `qwen3moe.expert_count` says 9999",
+        ),
     ] {
         let mut file = small();
         change(&mut file);
         refused(&file.bytes().0, what);
     }
+}
+
+/// Keys that a file need not have mean what llama.cpp takes for them; what would be a guess is refused.
+#[test]
+fn keys_that_are_left_out_are_llama_cpps_or_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, vault) = (dir.path().join("m.gguf"), dir.path().join("v"));
+    let raw = Settings { force: true, ..settings(16, BackboneBits::Bf16) };
+    let spec = |file: &Gguf| {
+        file.write(&path);
+        run(&path, &vault, &raw).map(|_| Vault::open(&vault).experts.manifest().unwrap().spec.clone())
+    };
+    let without = |file: &Gguf, key: &str| {
+        let mut file = file.clone();
+        let before = file.meta.len();
+        file.meta.retain(|(name, _)| !name.ends_with(key));
+        assert!(file.meta.len() < before, "{key}");
+        file
+    };
+    let refused = |file: &Gguf, what: &str| {
+        let error = spec(file).unwrap_err().to_string();
+        assert!(error.contains(what), "{what}: {error}");
+    };
+    for family in ["glm4_moe", "qwen3_next", "qwen3_5_moe", "granitemoe", "deepseek_v32", "glm_moe_dsa"] {
+        let Some(checkpoint) = fixtures::fixture(family) else { continue };
+        let (config, tensors) = writer::load(&checkpoint);
+        let file = writer::of_checkpoint(&config, &tensors, true);
+        match family {
+            "granitemoe" => {
+                let found = spec(&without(&file, ".attention.scale")).unwrap();
+                assert!((found.attention.score_scale - 1.0).abs() < 1e-12, "{}", found.attention.score_scale);
+                let mut off = file.clone();
+                off.set("granitemoe.rope.scaling.finetuned", Meta::Bool(false));
+                refused(&off, "rope.scaling.finetuned` is false");
+            }
+            "deepseek_v32" | "glm_moe_dsa" => {
+                refused(&without(&file, ".expert_group_count"), "expert_group_count` is missing");
+                refused(&without(&file, ".expert_weights_scale"), "expert_weights_scale` is missing");
+                let mut coded = file;
+                let keys = coded.tensors.iter_mut().find(|t| t.0.ends_with(".attn_k_b.weight")).unwrap();
+                let weights: u64 = keys.1.iter().map(|&n| n as u64).product();
+                (keys.2, keys.3) = (28, vec![0; 8 * weights as usize]);
+                refused(&coded, "F64 (2, such as `model.layers.0.self_attn.kv_b_proj.weight`)");
+            }
+            _ => {
+                let found = spec(&without(&file, ".rope.dimension_count")).unwrap();
+                assert_eq!(found.rope.dim, None, "{family}: the whole head");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_gguf_file_beside_safetensors_is_not_taken_for_them() {
+    let dir = tempfile::tempdir().unwrap();
+    small().write(&dir.path().join("m.gguf"));
+    Checkpoint::open(dir.path()).unwrap();
+    std::fs::write(dir.path().join("model-00001-of-00002.safetensors"), []).unwrap();
+    let error = Checkpoint::open(dir.path()).unwrap_err().to_string();
+    assert!(error.contains("a GGUF file without safetensors beside it"), "{error}");
+}
+
+#[test]
+fn long_names_are_cut_in_messages() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("m.gguf");
+    let long = "x".repeat(1 << 20);
+    let refused = |file: &Gguf, what: &str| {
+        file.write(&path);
+        let error = run(&path, &dir.path().join("v"), &Settings::default()).unwrap_err().to_string();
+        assert!(error.contains(what) && error.len() < 2000, "{} bytes", error.len());
+    };
+    let mut file = small();
+    file.set("tokenizer.ggml.pre", Meta::Str(long.clone()));
+    refused(&file, "the pre-tokenizer is xxx");
+    let mut file = small();
+    for (key, value) in &mut file.meta {
+        if let (true, Meta::Strs(tokens)) = (key == "tokenizer.ggml.tokens", value) {
+            tokens[0].clone_from(&long);
+            tokens[1].clone_from(&long);
+        }
+    }
+    refused(&file, "stands twice");
 }
 
 /// Whatever a header says, it is read or refused: no panic, no allocation beyond the file, no endless loop.

@@ -52,6 +52,8 @@ pub enum Fault {
     Stall(usize),
     /// A bit is not what it was.
     Damage,
+    /// The second half are other weights.
+    Other,
     /// The whole file, whatever was asked for.
     Whole,
     /// Another part than was asked for.
@@ -182,6 +184,15 @@ fn part(bytes: &Bytes, range: Option<(u64, u64)>, fault: Option<Fault>) -> Respo
         let middle = damaged.len() / 2;
         damaged[middle] ^= 1;
         body = damaged.into();
+    }
+    if let Some(Fault::Other) = fault {
+        let mut other = body.to_vec();
+        let middle = other.len() / 4 * 2;
+        // 1 and -1 by turns.
+        for (i, weight) in other[middle..].chunks_exact_mut(2).enumerate() {
+            weight.copy_from_slice(&[0x80, [0x3f, 0xbf][i % 2]]);
+        }
+        body = other.into();
     }
     let len = body.len();
     let shift = u64::from(matches!(fault, Some(Fault::Shifted)));

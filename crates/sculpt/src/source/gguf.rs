@@ -28,8 +28,9 @@ const MAX_ELEMENTS: u64 = 1 << 23;
 const MAX_KEY: u64 = 1 << 16;
 const MAX_NAME: u64 = 256;
 const MAX_SHARDS: u64 = 10_000;
-/// Characters of a message.
+/// Characters of a message, and of a text of the file in one.
 const MAX_MESSAGE: usize = 500;
+const MAX_SHOWN: usize = 80;
 /// Bytes read ahead.
 const AHEAD: usize = 64 << 10;
 
@@ -499,7 +500,7 @@ impl Metadata {
             Some(Value::Signed(n)) => n.to_string(),
             Some(Value::Float(x)) => x.to_string(),
             Some(Value::Bool(b)) => b.to_string(),
-            Some(Value::Text(text)) if text.chars().count() <= 80 => format!("{text:?}"),
+            Some(Value::Text(text)) if text.chars().nth(MAX_SHOWN).is_none() => format!("{text:?}"),
             Some(other) => other.name().to_owned(),
         };
         let (file, key, expected) = (self.file.clone(), key.to_owned(), expected.to_owned());
@@ -573,6 +574,14 @@ impl Metadata {
         with_tokenizer: bool,
     ) -> Result<Vec<(&'static str, Vec<u8>)>, SculptError> {
         tokenizer::side_files(self, config, with_tokenizer)
+    }
+}
+
+/// A text of the file as a message shows it: its beginning.
+fn shown(text: &str) -> String {
+    match text.char_indices().nth(MAX_SHOWN) {
+        Some((end, _)) => format!("{}...", &text[..end]),
+        None => text.to_owned(),
     }
 }
 

@@ -15,8 +15,11 @@ use super::packed::{Raw, float_stored, part};
 use super::{At, Change, Codes, Files, Form, Mlx, Order, Packing, Part, Source, Stored, Unread, ggml};
 use crate::error::SculptError;
 
+/// More experts than this a layer of no model has (the largest published ones have 512): a header that says so is wrong.
+const MAX_EXPERTS: usize = 1 << 16;
+
 /// Puts the parts of `tensor` into `tensors` if it is a stack (or belongs to one); false if it is not. With `halves` an
-/// expert's gate is not interleaved with its up, but lies before it.
+/// expert's gate is not interleaved with its up, but lies before it. What has no weights, or too many experts, is no stack.
 pub(crate) fn split(
     name: &str,
     tensor: &Raw,
@@ -25,6 +28,9 @@ pub(crate) fn split(
     halves: bool,
     tensors: &mut HashMap<String, Stored>,
 ) -> bool {
+    if tensor.shape.contains(&0) || tensor.shape.first().is_some_and(|&n| n > MAX_EXPERTS) {
+        return false;
+    }
     if let Some((experts, rest)) = name.split_once(".mlp.experts.") {
         if halves {
             let (both, down) = (&["gate_proj", "up_proj"][..], &["down_proj"][..]);
@@ -101,7 +107,9 @@ fn mlx_latent(
                 "the shapes of `{k_name}` and `{v_name}` contradict each other"
             )));
         }
-        shape = vec![heads * (keys + values), cols];
+        let rows = keys.checked_add(values).and_then(|height| heads.checked_mul(height));
+        let too_large = || Unread::Packed(format!("`{k_name}` and `{v_name}` have too many rows"));
+        shape = vec![rows.ok_or_else(too_large)?, cols];
         Ok(Form::Heads(Heads { k, v, keys, values }))
     })();
     let (shard, change) = (tensor.shard, Change::None);
@@ -499,6 +507,29 @@ mod tests {
         }
         let wanted: Vec<f32> = (0..cols).flat_map(|r| (0..f).map(move |c| number(1, 2, r, c))).collect();
         assert_eq!(rows(&checkpoint, &format!("{at}.1.down_proj.weight"), [cols, f], 0..cols), wanted);
+    }
+
+    #[test]
+    fn stacks_that_no_file_holds_are_none() {
+        let dir = tempfile::tempdir().expect("dir");
+        let layer = "model.layers.0";
+        for (n, cols) in [(1 << 40, 0), (MAX_EXPERTS + 1, 1), (0, 1)] {
+            let mut all = Vec::new();
+            for (name, shape) in [
+                (format!("{layer}.mlp.switch_mlp.gate_proj.weight"), vec![n, 1, cols]),
+                (format!("{layer}.mlp.experts.gate_up_proj"), vec![n, cols, 2]),
+                (format!("{layer}.mlp.experts.down_proj_bias"), vec![n, cols]),
+                (format!("{layer}.block_sparse_moe.input_linear.weight"), vec![n, 2, cols]),
+            ] {
+                let len = 2 * shape.iter().product::<usize>();
+                all.push((name, shape, vec![0; len]));
+            }
+            let all: Vec<_> =
+                all.iter().map(|(name, shape, bytes)| (&**name, "BF16", &**shape, bytes.clone())).collect();
+            write(dir.path(), &json!({}), &all);
+            let Ok(checkpoint) = Checkpoint::open(dir.path()) else { continue };
+            assert_eq!(checkpoint.names().count(), all.len(), "{n} {cols}");
+        }
     }
 
     #[test]

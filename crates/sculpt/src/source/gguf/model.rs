@@ -26,7 +26,7 @@ impl Keys<'_> {
         format!("{}.{key}", self.arch.name)
     }
 
-    fn number(&self, key: &str) -> Result<Option<u64>, SculptError> {
+    pub fn number(&self, key: &str) -> Result<Option<u64>, SculptError> {
         self.metadata.unsigned(&self.key(key))
     }
 
@@ -141,9 +141,8 @@ fn config(
     let head = head_dim.unwrap_or(width / heads.max(1));
     if !arch.latent {
         put("head_dim", json!(head));
-        if let Some(rotated) = rotated.filter(|&n| n != head) {
-            put("partial_rotary_factor", json!(rotated as f64 / head.max(1) as f64));
-        }
+        // llama.cpp rotates the whole head where the file is silent, some families a part.
+        put("partial_rotary_factor", json!(part_of(rotated.unwrap_or(head), head)));
     }
     put(
         "model_type",
@@ -216,8 +215,14 @@ fn config(
             put("intermediate_size", json!(expert));
             put("attention_bias", json!(has("blk.0.attn_q.bias")));
             put("shared_intermediate_size", json!(keys.number("expert_shared_feed_forward_length")?));
+            // There a switch for RoPE.
+            if metadata.flag(&keys.key("rope.scaling.finetuned"))? == Some(false) {
+                return Err(metadata.bad(&keys.key("rope.scaling.finetuned"), "true (RoPE)"));
+            }
+            // As llama.cpp where the file is silent.
+            let attention = keys.float("attention.scale")?.filter(|&x| x != 0.0);
+            put("attention_multiplier", json!(attention.unwrap_or(1.0 / (head.max(1) as f64).sqrt())));
             for (theirs, ours) in [
-                ("attention.scale", "attention_multiplier"),
                 ("embedding_scale", "embedding_multiplier"),
                 ("residual_scale", "residual_multiplier"),
                 ("logit_scale", "logits_scaling"),
@@ -252,6 +257,13 @@ fn config(
             put("n_shared_experts", json!(keys.number("expert_shared_count")?.unwrap_or(0)));
             put("norm_topk_prob", json!(norm));
             put("routed_scaling_factor", json!(scale.filter(|&x| x != 0.0).unwrap_or(1.0)));
+            if arch.indexer {
+                // Whoever has no groups says so there; a guess would be another model without any sign.
+                keys.need("expert_group_count")?;
+                if scale.is_none() {
+                    return Err(metadata.bad(&keys.key("expert_weights_scale"), "a number"));
+                }
+            }
             if arch.name != "deepseek" {
                 let groups = keys.number("expert_group_count")?;
                 if groups.is_none() && arch.name == "deepseek2" {
@@ -307,6 +319,13 @@ fn config(
     Ok(Json::Object(config))
 }
 
+/// The factor of which the reference makes `part` again: the whole part of its product with `whole`.
+fn part_of(part: u64, whole: u64) -> f64 {
+    let whole = whole.max(1) as f64;
+    let factor = part as f64 / whole;
+    if ((whole * factor) as u64) < part { factor.next_up() } else { factor }
+}
+
 fn rope_scaling(keys: &Keys<'_>, arch: &Arch) -> Result<Json, SculptError> {
     let factor = keys.float("rope.scaling.factor")?.or(keys.float("rope.scale_linear")?);
     let original = keys.number("rope.scaling.original_context_length")?;
@@ -344,4 +363,19 @@ fn rope_scaling(keys: &Keys<'_>, arch: &Arch) -> Result<Json, SculptError> {
         }
     }
     Ok(Json::Object(scaling))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::part_of;
+
+    #[test]
+    fn the_rotated_part_comes_out_of_its_factor() {
+        for whole in 1..=512 {
+            for part in 1..=whole {
+                assert_eq!((whole as f64 * part_of(part, whole)) as u64, part, "{part} of {whole}");
+            }
+            assert_eq!(part_of(whole, whole).to_bits(), 1f64.to_bits());
+        }
+    }
 }

@@ -9,7 +9,7 @@ use super::model::Keys;
 use super::{Tensor, Type, stored};
 use crate::error::SculptError;
 use crate::source::stacked::{Heads, Joined, Leaf};
-use crate::source::{At, Change, Form, Order, Part, Stored, Tiling};
+use crate::source::{At, Change, Form, Order, Part, Stored, Tiling, Unread};
 
 /// All tensors under the names of the family. Those that have none keep their own.
 pub(super) fn names(
@@ -29,6 +29,15 @@ pub(super) fn names(
     });
     // Norms around one.
     let norm = if delta.is_some() { Change::OneAdded } else { Change::None };
+    let n_experts = keys.number("expert_count")?.unwrap_or(0);
+    let stack = |name: &str, n: usize| match n as u64 == n_experts {
+        true => Ok(()),
+        false => Err(SculptError::Gguf {
+            file: metadata.file.clone(),
+            at: 0,
+            what: format!("`{name}` has {n} experts, `{}` says {n_experts}", keys.key("expert_count")),
+        }),
+    };
     let mut out = HashMap::new();
     for (name, tensor) in tensors {
         let plain = || stored(tensor, tensor.shape.clone(), 0, Order::Plain);
@@ -104,6 +113,7 @@ pub(super) fn names(
                 }
             }
             ("ffn_gate_up_exps", &[n, height, cols]) if height.is_multiple_of(2) => {
+                stack(name, n)?;
                 // Of each expert the gate's rows, and then those of up.
                 let half = vec![height / 2, cols];
                 let bytes = matrix_bytes(tensor, height / 2, cols);
@@ -124,6 +134,7 @@ pub(super) fn names(
                     }
                     (Of::One(expert), _) => _ = out.insert(expert_name(projection, expert), plain()),
                     (Of::All, &[n, rows, cols]) => {
+                        stack(name, n)?;
                         let each = matrix_bytes(tensor, rows, cols);
                         for expert in 0..n {
                             let skip = expert as u64 * each;
@@ -233,14 +244,11 @@ impl Delta {
         if !whole || cols != cols_z || keys.checked_mul(2)?.checked_add(values)? != height {
             return None;
         }
-        let joined = Joined {
-            qkv: leaf(qkv)?,
-            gate: leaf(gate)?,
-            heads: self.key_heads,
-            key: self.key,
-            values: values / self.key_heads,
-        };
-        let (shape, form) = (vec![height + values, cols], Ok(Form::Joined(joined)));
+        let (heads, key, values_each) = (self.key_heads, self.key, values / self.key_heads);
+        let form = leaf(qkv).and_then(|qkv| {
+            Ok(Form::Joined(Joined { qkv, gate: leaf(gate)?, heads, key, values: values_each }))
+        });
+        let shape = vec![height.checked_add(values)?, cols];
         Some(Stored { shape, shard: qkv.shard, form, order: Order::Plain, change: Change::None })
     }
 }
@@ -283,16 +291,16 @@ fn heads(k: &Tensor, v: Option<&Tensor>) -> Option<Stored> {
     if (n, cols) != (n_v, cols_v) {
         return None;
     }
-    let form = Form::Heads(Heads { k: leaf(k)?, v: leaf(v)?, keys, values });
-    let shape = vec![n.checked_mul(keys + values)?, cols];
-    Some(Stored { shape, shard: k.shard, form: Ok(form), order: Order::Plain, change: Change::None })
+    let form = leaf(k).and_then(|k| Ok(Form::Heads(Heads { k, v: leaf(v)?, keys, values })));
+    let shape = vec![n.checked_mul(keys.checked_add(values)?)?, cols];
+    Some(Stored { shape, shard: k.shard, form, order: Order::Plain, change: Change::None })
 }
 
-fn leaf(t: &Tensor) -> Option<Leaf> {
+fn leaf(t: &Tensor) -> Result<Leaf, Unread> {
     let at = At { shard: t.shard, offset: t.offset };
     match t.kind {
-        Type::Float(ty) => Some(Leaf::Float(at, ty)),
-        Type::Blocks(kind) => Some(Leaf::Ggml(at, kind)),
-        Type::Other(_) => None,
+        Type::Float(ty) => Ok(Leaf::Float(at, ty)),
+        Type::Blocks(kind) => Ok(Leaf::Ggml(at, kind)),
+        Type::Other(_) => Err(Unread::Type(t.kind.name())),
     }
 }

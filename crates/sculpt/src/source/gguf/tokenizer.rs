@@ -7,7 +7,7 @@
 
 use serde_json::{Map, Value as Json, json};
 
-use super::{Metadata, Value};
+use super::{Metadata, Value, shown};
 use crate::error::SculptError;
 
 /// Kinds of tokens.
@@ -15,6 +15,10 @@ const UNKNOWN: u64 = 2;
 const CONTROL: u64 = 3;
 const USER_DEFINED: u64 = 4;
 const UNUSED: u64 = 5;
+
+/// Longer tokens are not put together of pairs: each place where one can be cut is tried. (Those of published
+/// vocabularies have some hundred bytes at most.)
+const MAX_MERGED: usize = 1 << 10;
 
 /// How a text is cut before pairs are merged.
 struct Pre {
@@ -266,7 +270,7 @@ impl<'a> Vocabulary<'a> {
                 let file = self.metadata.file.clone();
                 return Err(SculptError::Tokenizer {
                     file,
-                    what: format!("the token {token:?} stands twice"),
+                    what: format!("the token {:?} stands twice", shown(token)),
                 });
             }
             if matches!(kind, CONTROL | USER_DEFINED | UNKNOWN) {
@@ -311,7 +315,7 @@ impl<'a> Vocabulary<'a> {
         let pre = PRES.iter().find(|pre| name.is_some_and(|name| pre.names.contains(&name)));
         let pre = pre.ok_or_else(|| {
             let known: Vec<&str> = PRES.iter().flat_map(|pre| pre.names).copied().collect();
-            let (file, name) = (self.metadata.file.clone(), name.unwrap_or("missing"));
+            let (file, name) = (self.metadata.file.clone(), shown(name.unwrap_or("missing")));
             let what = format!("the pre-tokenizer is {name}, this build knows {}", known.join(", "));
             SculptError::Tokenizer { file, what }
         })?;
@@ -358,7 +362,7 @@ impl<'a> Vocabulary<'a> {
         let rank = |text: &str| vocab.get(text).and_then(Json::as_u64).map(|id| id as usize);
         let mut merges: Vec<(usize, [usize; 2], String)> = Vec::new();
         for (id, token) in self.tokens.iter().enumerate() {
-            if !matches!(self.kind(id), 1 | USER_DEFINED) {
+            if !matches!(self.kind(id), 1 | USER_DEFINED) || token.len() > MAX_MERGED {
                 continue;
             }
             for (at, _) in token.char_indices().skip(1) {
