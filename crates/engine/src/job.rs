@@ -190,6 +190,10 @@ pub struct Load {
     pub kv_used: usize,
     /// Blocks that hold what finished jobs computed.
     pub kv_cached: usize,
+    /// Blocks of layers that see a window, in all; none of other models.
+    pub kv_window_blocks: usize,
+    /// Those that running jobs hold.
+    pub kv_window_used: usize,
     /// Positions of a block.
     pub kv_block_tokens: usize,
     /// Whether the cache has a file that is used.

@@ -684,6 +684,8 @@ impl Driver for Scheduler {
             kv_blocks: usage.blocks,
             kv_used: usage.held,
             kv_cached: usage.cached,
+            kv_window_blocks: usage.window_blocks,
+            kv_window_used: usage.window_held,
             kv_block_tokens: BLOCK,
             kv_has_file: usage.has_file,
             kv_file_failures: usage.file_failures,

@@ -5,16 +5,14 @@
 mod common;
 
 use std::io::ErrorKind;
-use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
 
-use common::{bits, greedy, open, options, write_tiny};
+use common::{bits, greedy, job, open, options, write_tiny};
 use smoe_engine::memory::MemoryFacts;
 use smoe_engine::plan::{PlanRequest, RingSize};
 use smoe_engine::{
-    Control, Driver, Ended, Engine, EngineError, Event, Finish, Job, Limits, Sampling, Scheduler,
-    SchedulerOptions, SpillConfig, Synced, Vault, plan_vault,
+    Control, Driver, Engine, EngineError, Finish, Scheduler, SchedulerOptions, SpillConfig, Synced, Vault,
+    plan_vault,
 };
 use smoe_store::{Fault, FaultyDisk, FileDisk, OpenMode};
 use smoe_testkit::TinyModel;
@@ -98,37 +96,6 @@ fn a_step_that_is_cancelled_or_fails_leaves_the_states_as_they_were() {
     }
     assert!(failures > 0);
     assert_eq!(bits(session.logits()), expected);
-}
-
-/// What a job's sink heard.
-#[derive(Default)]
-struct Heard {
-    tokens: Vec<u32>,
-    end: Option<Ended>,
-}
-
-fn job(prompt: &[u32], n: usize) -> (Job, Arc<Mutex<Heard>>) {
-    let heard = Arc::<Mutex<Heard>>::default();
-    let log = heard.clone();
-    let sink = move |event: Event<'_>| {
-        let mut log = log.lock().unwrap();
-        match event {
-            Event::Token { id, .. } => log.tokens.push(id),
-            Event::End(ended) => log.end = Some(ended),
-            Event::Prefill { .. } => {}
-        }
-        ControlFlow::Continue(())
-    };
-    let job = Job {
-        prompt: prompt.to_vec(),
-        sampling: Sampling::default(),
-        limits: Limits { max_tokens: n, end_tokens: Vec::new() },
-        logprobs: None,
-        constraint: None,
-        cancel: Arc::default(),
-        sink: Box::new(sink),
-    };
-    (job, heard)
 }
 
 #[test]

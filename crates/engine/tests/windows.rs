@@ -3,17 +3,18 @@
 
 mod common;
 
-use std::ops::ControlFlow;
+use std::io::ErrorKind;
 use std::path::Path;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
-use common::{bits, greedy, observe, open, options, sculpted, write_tiny};
+use common::{Heard, bits, greedy, job, observe, open, options, sculpted, write_tiny};
 use smoe_engine::plan::RingSize;
 use smoe_engine::{
-    Control, Driver, Ended, EngineOptions, Event, Job, Limits, Sampling, Scheduler, SchedulerOptions,
-    SpillConfig, Synced, Vault,
+    Control, Driver, Engine, EngineOptions, Finish, Scheduler, SchedulerOptions, SpillConfig, Synced, Vault,
 };
 use smoe_sculpt::BackboneBits;
+use smoe_store::{Fault, FaultyDisk, FileDisk, OpenMode};
 use smoe_testkit::TinyModel;
 use tempfile::TempDir;
 
@@ -61,7 +62,7 @@ fn a_chat_goes_back_to_where_its_answer_began_and_says_how_far() {
     let (_dir, vault, model) = tiny();
     let [bounded, whole] = settings(64, 1);
     let (mut engine, mut whole) = (open(&vault, &bounded), open(&vault, &whole));
-    let fresh = |whole: &mut smoe_engine::Engine, prompt: &[u32]| {
+    let fresh = |whole: &mut Engine, prompt: &[u32]| {
         let mut session = whole.open_session().unwrap();
         whole.sync(&mut session, prompt, &mut Control::default()).unwrap();
         bits(session.logits())
@@ -89,33 +90,8 @@ fn a_chat_goes_back_to_where_its_answer_began_and_says_how_far() {
     assert_eq!(bits(session.logits()), fresh(&mut whole, &other));
 }
 
-#[derive(Default)]
-struct Heard {
-    tokens: Vec<u32>,
-    end: Option<Ended>,
-}
-
 fn submit(scheduler: &mut Scheduler, prompt: &[u32], n: usize) -> Arc<Mutex<Heard>> {
-    let heard = Arc::<Mutex<Heard>>::default();
-    let log = heard.clone();
-    let sink = move |event: Event<'_>| {
-        let mut log = log.lock().unwrap();
-        match event {
-            Event::Token { id, .. } => log.tokens.push(id),
-            Event::End(ended) => log.end = Some(ended),
-            Event::Prefill { .. } => {}
-        }
-        ControlFlow::Continue(())
-    };
-    let job = Job {
-        prompt: prompt.to_vec(),
-        sampling: Sampling::default(),
-        limits: Limits { max_tokens: n, end_tokens: Vec::new() },
-        logprobs: None,
-        constraint: None,
-        cancel: Arc::default(),
-        sink: Box::new(sink),
-    };
+    let (job, heard) = job(prompt, n);
     scheduler.submit(job).unwrap();
     heard
 }
@@ -188,4 +164,44 @@ fn jobs_together_and_after_a_restart_get_what_they_get_alone_with_all_kept() {
         while memory.step() {}
         assert_eq!(told(&heard), (greedy(&mut alone, &said, 5), prompt.len() + 59));
     }
+}
+
+/// Going back empties the blocks of a beginning that was read in part: a step that fails must not do that to a job that is
+/// not in it, and then let go of what it no longer has.
+#[test]
+fn a_job_that_reads_its_beginning_while_the_step_of_another_fails_can_be_let_go() {
+    let (dir, vault, model) = tiny();
+    let spill = SpillConfig { path: dir.path().join("kv"), max_bytes: 64 << 20 };
+    let prompt = model.prompt(700, 3);
+    let mut first = scheduler(&vault, Some(&spill.path), 2);
+    submit(&mut first, &prompt, 5);
+    while first.step() {}
+    drop(first);
+
+    let [mut bounded, _] = settings(64, 2);
+    bounded.plan.ring = RingSize::Slots(2 * vault.spec.moe.top_k);
+    let disk = FaultyDisk::new(FileDisk::open(&vault.experts_path, OpenMode::Auto).unwrap());
+    let engine = Engine::open_on(&vault, disk.clone(), &bounded).unwrap();
+    let settings = SchedulerOptions { spill: Some(spill), at_once: Some(2), ..SchedulerOptions::default() };
+    let mut scheduler = Scheduler::new(engine, settings).unwrap();
+    let answered = submit(&mut scheduler, &model.prompt(5, 4), 200);
+    while answered.lock().unwrap().tokens.len() < 3 {
+        assert!(scheduler.step());
+    }
+    let (reading, heard) = job(&prompt, 5);
+    let cancel = reading.cancel.clone();
+    scheduler.submit(reading).unwrap();
+    for record in &vault.experts.records {
+        disk.on_offset(record.offset, Fault::Error(ErrorKind::Other));
+    }
+    scheduler.step();
+    cancel.store(true, Ordering::Relaxed);
+    while scheduler.step() {}
+    assert!(answered.lock().unwrap().end.as_ref().unwrap().result.is_err(), "its step failed");
+    let heard = heard.lock().unwrap();
+    let end = heard.end.as_ref().unwrap();
+    assert!(matches!(end.result, Ok(Finish::Stopped)), "{:?}", end.result);
+    assert!((1..699).contains(&end.usage.cached), "read in part: {}", end.usage.cached);
+    let usage = scheduler.engine().kv_usage();
+    assert_eq!((usage.held, usage.window_held), (0, 0));
 }

@@ -85,6 +85,8 @@ const FAMILIES: &[Family] = &[
     ("smoe_kv_blocks_cached", "gauge", "Blocks that hold what finished jobs computed.", |s| {
         n(s.load.kv_cached)
     }),
+    ("smoe_kv_window_blocks", "gauge", "Blocks of layers that see a window.", |s| n(s.load.kv_window_blocks)),
+    ("smoe_kv_window_blocks_used", "gauge", "Those that running jobs hold.", |s| n(s.load.kv_window_used)),
     ("smoe_kv_block_tokens", "gauge", "Positions of a block.", |s| n(s.load.kv_block_tokens)),
     ("smoe_kv_file", "gauge", "1 if the KV cache has a file that is used.", |s| {
         n(usize::from(s.load.kv_has_file))

@@ -5,9 +5,12 @@
 use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex};
 
 use smoe_engine::plan::{PlanRequest, RingSize};
-use smoe_engine::{Control, Engine, EngineOptions, Limits, Observer, Sampler, Sampling, Vault};
+use smoe_engine::{
+    Control, Ended, Engine, EngineOptions, Event, Job, Limits, Observer, Sampler, Sampling, Vault,
+};
 use smoe_sculpt::{BackboneBits, Progress, Recipe, Settings, sculpt};
 use smoe_testkit::fixtures::fixture;
 use tempfile::TempDir;
@@ -54,6 +57,38 @@ pub fn options(ring: RingSize, chunk: usize, threads: usize) -> EngineOptions {
 
 pub fn open(vault: &Vault, options: &EngineOptions) -> Engine {
     Engine::open(vault, options).unwrap()
+}
+
+/// What a job's sink heard.
+#[derive(Default)]
+pub struct Heard {
+    pub tokens: Vec<u32>,
+    pub end: Option<Ended>,
+}
+
+/// A job that takes the likeliest tokens, and what its sink will have heard.
+pub fn job(prompt: &[u32], n: usize) -> (Job, Arc<Mutex<Heard>>) {
+    let heard = Arc::<Mutex<Heard>>::default();
+    let log = heard.clone();
+    let sink = move |event: Event<'_>| {
+        let mut log = log.lock().unwrap();
+        match event {
+            Event::Token { id, .. } => log.tokens.push(id),
+            Event::End(ended) => log.end = Some(ended),
+            Event::Prefill { .. } => {}
+        }
+        ControlFlow::Continue(())
+    };
+    let job = Job {
+        prompt: prompt.to_vec(),
+        sampling: Sampling::default(),
+        limits: Limits { max_tokens: n, end_tokens: Vec::new() },
+        logprobs: None,
+        constraint: None,
+        cancel: Arc::default(),
+        sink: Box::new(sink),
+    };
+    (job, heard)
 }
 
 /// Records everything that a forward shows.
