@@ -96,9 +96,10 @@ pub struct MachineArgs {
     /// Expert reads in flight at once [default: 4 for records of some MB, more for smaller ones]
     #[arg(long, value_name = "N")]
     pub readers: Option<usize>,
-    /// When decoding, read ahead so many experts of the next layer, as its router ranks them early; 0 is off
-    #[arg(long, value_name = "N", default_value_t = 0)]
-    pub look_ahead: usize,
+    /// When decoding, read ahead so many experts of the next layer, as its router ranks them early: a number, 0 is
+    /// off, or auto: as many as prove worth it
+    #[arg(long, value_name = "N", default_value = "auto", value_parser = parse_auto)]
+    pub look_ahead: AutoNumber,
     /// When decoding, read ahead so many experts of each layer that the last token ranked next; 0 is off
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub spec: usize,
@@ -142,7 +143,7 @@ impl MachineArgs {
             kernels: std::env::var("SMOE_KERNELS").ok().filter(|name| !name.is_empty()),
             verify: !self.no_checksums,
             readers: self.readers,
-            look_ahead: self.look_ahead,
+            look_ahead: self.look_ahead.0,
             spec: self.spec,
             device: self.device.clone(),
             vram: self.vram,

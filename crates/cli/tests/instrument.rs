@@ -68,6 +68,29 @@ fn a_line_of_json_an_answer_adds_up() {
     assert!((sum * 11.0 - 1e3 * number("decode_s")).abs() < 1e-6 * sum);
 }
 
+/// The bundled model's routers rank the next layer's experts well enough: nobody has to ask for it.
+#[test]
+fn what_the_next_layer_wants_is_read_ahead_where_that_is_known() {
+    let run = |look_ahead: &str| {
+        let args =
+            ["run", "demo", "--ring", "64", "--ignore-eos", "--max-tokens", "48", "--temperature", "0"];
+        let output =
+            smoe(&[&args[..], &["--look-ahead", look_ahead, "--instrument=json", "Rivers"]].concat(), "");
+        let reading = readings(&output).remove(0);
+        let ahead = |key: &str| reading[key].as_f64().unwrap();
+        let in_use = ahead("ahead_hits_per_token") + ahead("ahead_late_per_token");
+        (String::from_utf8(output.stdout).unwrap(), in_use, ahead("ahead_waste_per_token"))
+    };
+    let (plain, in_use, waste) = run("0");
+    assert_eq!((in_use, waste), (0.0, 0.0));
+    let (auto, in_use, waste) = run("auto");
+    assert_eq!(auto, plain);
+    assert!(
+        in_use > 0.2 && in_use > waste,
+        "{in_use} experts a token were wanted that had been read ahead, {waste} were not"
+    );
+}
+
 #[test]
 fn a_chat_has_a_reading_for_each_answer_and_one_report() {
     let (_dir, vault, out) = tiny();

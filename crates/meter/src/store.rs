@@ -17,8 +17,9 @@ pub struct StoreMeter {
     /// Experts demanded that were not resident, or whose slot was needed for what comes before them in the same
     /// batch (owner).
     pub demand_misses: Counter,
-    /// Demands, that is layers of steps, by how many of their experts had to be waited for when they were made: none,
-    /// one, two, ..., the last count being of so many and more (owner).
+    /// Demands, that is layers of steps, by how many of their experts the cache would not have had: those that had to be
+    /// waited for when the demand was made, and those that were there only because they had been read ahead. None, one,
+    /// two, ..., the last count being of so many and more (owner).
     pub demands_by_misses: [Counter; MISS_COUNTS],
     /// Resident experts whose slot was given to another, or given up (owner).
     pub evictions: Counter,
@@ -62,10 +63,11 @@ pub struct StoreMeter {
 }
 
 impl StoreMeter {
-    /// Counts a demand and its misses.
-    pub fn count_demand(&self, misses: usize) {
+    /// Counts a demand, its misses, and its hits through reads ahead of it.
+    pub fn count_demand(&self, misses: usize, ahead: usize) {
         self.demand_misses.add(misses as u64);
-        self.demands_by_misses[misses.min(MISS_COUNTS - 1)].add(1);
+        self.ahead_hits.add(ahead as u64);
+        self.demands_by_misses[(misses + ahead).min(MISS_COUNTS - 1)].add(1);
     }
 
     /// All counters, as they are now.
@@ -269,7 +271,7 @@ mod tests {
     fn demands_with_many_misses_share_what_is_left() {
         let meter = StoreMeter::default();
         for misses in [0, 3, 3, 40, 50] {
-            meter.count_demand(misses);
+            meter.count_demand(misses, 0);
         }
         let by = meter.snapshot().demands_by_misses;
         let pairs: Vec<_> = by.pairs(96).filter(|&(_, demands)| demands > 0).collect();

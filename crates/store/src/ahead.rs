@@ -118,6 +118,12 @@ impl Store {
 }
 
 impl Demand<'_> {
+    /// Whether an expert, if there is one of this name, is neither in a slot nor on its way to one.
+    pub fn is_absent(&self, key: ExpertKey) -> bool {
+        let place = |record| self.store.residency.place(record);
+        self.store.find(key).is_ok_and(|record| place(record) == Place::Absent)
+    }
+
     /// As [`Store::expect`], while this batch runs: what will be demanded after it.
     pub fn expect(&mut self, wants: &[Want]) {
         self.store.expect(wants);

@@ -223,10 +223,13 @@ impl Store {
         self.end_expected();
         self.batch.order = order;
         self.batch.n_left = wants.len();
+        let mut ahead = 0;
         for position in 0..wants.len() {
             let Cell { record, stamp, .. } = self.batch.cells[position];
-            match self.residency.demanded(record, stamp) {
+            let (place, unasked) = self.residency.demanded(record, stamp);
+            match place {
                 Place::Resident(_) => {
+                    ahead += usize::from(unasked);
                     let lease = self.residency.lease(record, self.record(record));
                     self.batch.set_ready(position, Ok(lease), true);
                     self.batch.hits += 1;
@@ -235,7 +238,7 @@ impl Store {
                 Place::Absent => self.batch.set_wanted(position),
             }
         }
-        self.meter.count_demand(wants.len() - self.batch.hits);
+        self.meter.count_demand(wants.len() - self.batch.hits, ahead);
         self.read_ahead();
         Ok(Demand { store: self })
     }

@@ -162,23 +162,24 @@ impl Residency {
         }
     }
 
-    /// Notes a demand for `record`, and says where it is.
-    pub(crate) fn demanded(&mut self, record: u32, stamp: u64) -> Place {
+    /// Notes a demand for `record`; says where it is, and whether it is there, or comes, only because it was read ahead.
+    pub(crate) fn demanded(&mut self, record: u32, stamp: u64) -> (Place, bool) {
         let place = self.place(record);
-        match place {
-            Place::Absent => {}
+        let unasked = match place {
+            Place::Absent => false,
             Place::Loading(slot) => {
                 let occupant = &mut self.occupants[slot as usize];
                 occupant.stamp = occupant.stamp.max(stamp);
-                self.meter.ahead_late.add(u64::from(std::mem::take(&mut occupant.unasked)));
+                let unasked = std::mem::take(&mut occupant.unasked);
+                self.meter.ahead_late.add(u64::from(unasked));
+                unasked
             }
             Place::Resident(slot) => {
                 self.policy.touch(slot, stamp);
-                let unasked = &mut self.occupants[slot as usize].unasked;
-                self.meter.ahead_hits.add(u64::from(std::mem::take(unasked)));
+                std::mem::take(&mut self.occupants[slot as usize].unasked)
             }
-        }
-        place
+        };
+        (place, unasked)
     }
 
     /// `record` has been read.

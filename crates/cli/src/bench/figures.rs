@@ -134,10 +134,11 @@ pub struct Facts {
 }
 
 /// Seconds of `steps` steps in which nothing overlaps but a layer's reads with its experts' arithmetic. A layer's
-/// misses are those that were counted; its experts' bytes are the mean of all layers and steps.
+/// misses are those that were counted, what was read ahead of it in time among them; its experts' bytes are the mean of
+/// all layers and steps.
 pub fn serial_floor_s(touched: &Touched, store: &StoreSnapshot, steps: usize, around: &Around) -> f64 {
     let record = store.disk_bytes as f64 / store.loads.max(1) as f64;
-    let by_misses = || store.demands_by_misses.pairs(store.demand_misses);
+    let by_misses = || store.demands_by_misses.pairs(store.demand_misses + store.ahead_hits);
     let demands: u64 = by_misses().map(|(_, demands)| demands).sum();
     let asked = (store.demand_hits + store.demand_misses) as f64 / demands.max(1) as f64;
     let experts = asked * touched.expert / around.memory;

@@ -72,6 +72,8 @@ pub struct CpuBackend {
     shared_scale: Vec<f32>,
     /// `[T, n_experts]`.
     router: Vec<f32>,
+    /// `[n_experts]`, of a layer that comes.
+    foretold: Vec<f32>,
     /// Outputs of (expert, token) pairs, in the order in which they were computed: of all pairs of the layer
     /// if they have room, else of one kernel call.
     outputs: Vec<f32>,
@@ -156,6 +158,7 @@ impl CpuBackend {
             shared: vec![0.0; if has_shared { t * d } else { 0 }],
             shared_scale: vec![0.0; if spec.moe.shared_gate { t } else { 0 }],
             router: vec![0.0; t * spec.moe.n_experts],
+            foretold: vec![0.0; spec.moe.n_experts],
             outputs: vec![0.0; call_pairs * d],
             sum: vec![0.0; t * d],
             filled: 0,
@@ -314,6 +317,17 @@ impl Backend for CpuBackend {
             self.context.add_bias(&mut self.router[..len], router_bias.as_deref());
         }
         Ok(&self.router[..len])
+    }
+
+    fn foretell(&mut self, layer: usize) -> Result<Option<&[f32]>, EngineError> {
+        // `input` is free between verbs, and so is not what experts read.
+        let d = self.context.spec.d_model;
+        let weights = &self.context.weights.layers[layer];
+        let LayerFfn::Moe { router, router_bias, .. } = &weights.ffn else { return Ok(None) };
+        self.context.norm(&self.hidden[..d], &weights.ffn_norm, self.input.fill(d));
+        self.context.multiply(router, &mut self.input, 1, &mut self.foretold);
+        self.context.add_bias(&mut self.foretold, router_bias.as_deref());
+        Ok(Some(&self.foretold))
     }
 
     fn wants_order(&self, routes: &Routes) -> bool {

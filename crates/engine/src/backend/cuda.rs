@@ -325,10 +325,6 @@ impl Backend for CudaBackend {
         self.meter.hits.add(routes.union().len() as u64);
     }
 
-    fn foretells(&self) -> bool {
-        false
-    }
-
     fn lacks(&mut self, layer: usize, expert: u32) -> bool {
         !self.model.has(layer, expert as usize)
     }

@@ -187,9 +187,12 @@ pub trait Backend: Send {
         Err(EngineError::Unsupported { what })
     }
 
-    /// Whether [`Self::route`] may be asked before a layer's attention, to foretell what it will want.
-    fn foretells(&self) -> bool {
-        true
+    /// Router logits, `[n_experts]`, of a layer that comes, over the hidden states of a step of one token as they are
+    /// now: at any time after [`Self::route`] or a layer's end, without a change to what the verbs compute. None if
+    /// this backend does not.
+    fn foretell(&mut self, layer: usize) -> Result<Option<&[f32]>, EngineError> {
+        let _ = layer;
+        Ok(None)
     }
 
     /// Whether an expert must be brought.

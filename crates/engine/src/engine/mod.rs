@@ -24,11 +24,13 @@ use crate::vault::Vault;
 use crate::watch::RouteWatch;
 use crate::weights::Weights;
 
+mod look_ahead;
 mod open;
 mod options;
 mod sessions;
 mod step;
 
+use look_ahead::LookAhead;
 pub use open::{POLICY, kernels, plan};
 use open::{READERS, open_store};
 pub use options::{Control, EngineInfo, EngineOptions, Finish, Limits, Meters, Observer};
@@ -66,9 +68,9 @@ pub struct Engine {
     governor: Governor,
     steps: StepLog,
     store_before: StoreSnapshot,
-    /// Experts by rank, in what reads ahead.
+    look_ahead: LookAhead,
+    /// Experts by rank, in what is read ahead of the next token.
     ranking: Vec<u32>,
-    look_ahead: usize,
     spec_width: usize,
     dropped: Arc<Dropped>,
     /// Of all that decides what is computed.
@@ -173,8 +175,13 @@ impl Engine {
             governor: Governor::new(plan.slot_bytes, plan.ring_slots, plan.ring_floor),
             steps: StepLog::with_capacity(STEPS),
             store_before: StoreSnapshot::default(),
+            look_ahead: LookAhead::new(
+                options.look_ahead,
+                spec.moe_layers().count(),
+                spec.moe.n_experts,
+                spec.moe.top_k,
+            ),
             ranking: Vec::with_capacity(spec.moe.n_experts),
-            look_ahead: options.look_ahead,
             spec_width: options.spec,
             dropped: Arc::default(),
             fingerprint: vault.fingerprint(options.exact),

@@ -27,9 +27,9 @@ pub struct EngineOptions {
     /// Reads in flight at once; `None` takes what suits the size of a record. An original's files, which are
     /// decoded as they are read, always have the same.
     pub readers: Option<usize>,
-    /// When decoding, after each layer, experts of the next layer that are read ahead: so many of the highest
-    /// in the ranking of its router over this layer's output. 0 is off.
-    pub look_ahead: usize,
+    /// When decoding, experts of the next layer that are read ahead while those of a layer arrive: so many of the
+    /// highest in the ranking of its router, applied a layer early. `None` takes as many as prove worth it, 0 is off.
+    pub look_ahead: Option<usize>,
     /// After a decoded token, experts of each layer that are read ahead: so many of the highest in its ranking
     /// that it did not choose. 0 is off.
     pub spec: usize,
@@ -50,7 +50,7 @@ impl Default for EngineOptions {
             verify: true,
             disk: OpenMode::Auto,
             readers: None,
-            look_ahead: 0,
+            look_ahead: None,
             spec: 0,
             device: DeviceChoice::Cpu,
             vram: None,

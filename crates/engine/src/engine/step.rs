@@ -18,8 +18,6 @@ pub(super) const STEPS: usize = 4096;
 /// A whole layer is read ahead if the step needs this share of the experts of the layer before: what is read
 /// in vain then costs less than the disk's idle time while the backend computes.
 const SWEEP_SHARE: f64 = 0.9;
-/// Tokens between two at which the look-ahead is scored while it is off: its products cost a router each.
-const SCORE_EVERY: u64 = 16;
 /// A step of so many tokens and more writes a block of the cache to its file in each layer: it completes many, and
 /// copying one takes little of such a layer's time.
 const SAVE_ROWS: usize = 2 * BLOCK;
@@ -130,6 +128,7 @@ impl Engine {
         self.clock.begin_step();
         self.store_before = self.store_meter.snapshot();
         self.watch.begin_step(&self.rows);
+        self.look_ahead.begin_step();
         let before = self.alone.take();
         self.backend.follows(self.follows(before));
         self.backend.embed(&self.row_tokens)?;
@@ -157,9 +156,6 @@ impl Engine {
                 self.kv.save(1);
             }
             let is_moe = self.spec.layers[layer] == FfnKind::Moe;
-            if is_moe && layer > 0 && n_tokens == 1 && self.backend.foretells() {
-                self.foretell(layer, moe_index)?;
-            }
             self.clock.switch(Phase::Attention);
             self.backend.attend(layer, &self.rows, &mut self.kv)?;
             if !is_moe {
@@ -176,8 +172,9 @@ impl Engine {
             }
             self.routes.route(self.kernels, &self.spec.moe, moe_index, logits);
             self.watch.routed(self.kernels, moe_index, &self.rows, logits, &self.routes);
+            self.look_ahead.chosen(moe_index, self.routes.union());
             moe_index += 1;
-            self.run_experts(layer)?;
+            self.run_experts(layer, moe_index)?;
             layer += 1;
         }
         self.tokens_done += n_tokens as u64;
@@ -213,7 +210,7 @@ impl Engine {
         }
         self.hear(moe_index)?;
         self.store.poll();
-        self.run_experts(next)?;
+        self.run_experts(next, *moe_index)?;
         Ok(next + 1)
     }
 
@@ -223,27 +220,6 @@ impl Engine {
         self.routes.route(self.kernels, &self.spec.moe, *moe_index, logits);
         self.watch.routed(self.kernels, *moe_index, &self.rows, logits, &self.routes);
         *moe_index += 1;
-        Ok(())
-    }
-
-    /// Ranks the experts of a layer that comes by its router over the hidden states as they are before it: to
-    /// read the highest ahead, and now and then to score the ranking.
-    fn foretell(&mut self, layer: usize, index: usize) -> Result<(), EngineError> {
-        if self.look_ahead == 0 && !self.tokens_done.is_multiple_of(SCORE_EVERY) {
-            return Ok(());
-        }
-        self.clock.switch(Phase::Router);
-        self.watch.foretell(self.kernels, index, self.backend.route(layer)?, &self.routes);
-        if self.look_ahead > 0 {
-            self.wants.clear();
-            self.ranking.truncate(0);
-            self.ranking.resize(self.look_ahead.min(self.spec.moe.n_experts), 0);
-            smoe_kernels::top_k(self.watch.ahead(), &mut self.ranking);
-            let stamp = self.tokens_done;
-            let want = |&expert: &u32| Want { key: ExpertKey { layer: layer as u32, expert }, stamp };
-            self.wants.extend(self.ranking.iter().map(want));
-            self.store.expect(&self.wants);
-        }
         Ok(())
     }
 
@@ -265,8 +241,9 @@ impl Engine {
 
     /// The experts of a layer: all misses are in flight before anything is computed, then the shared expert,
     /// the hits, and the misses as they arrive; in ascending order, and the next layer's behind them, when a
-    /// long step needs most of the layer.
-    fn run_experts(&mut self, layer: usize) -> Result<(), EngineError> {
+    /// long step needs most of the layer. When one token decodes, what the next layer, the `next`-th MoE layer, will
+    /// probably want is read behind them.
+    fn run_experts(&mut self, layer: usize, next: usize) -> Result<(), EngineError> {
         self.wants.clear();
         for &expert in self.routes.union() {
             if !self.backend.lacks(layer, expert) {
@@ -277,9 +254,11 @@ impl Engine {
             self.wants.push(Want { key, stamp: self.tokens_done + 1 + last });
         }
         let order = if self.backend.wants_order(&self.routes) { Order::Given } else { Order::Arrival };
+        let streams = self.store.n_resident() < self.store.records().len();
         let mut demand = self.store.demand(&self.wants, order)?;
         let sweeps = self.wants.len() as f64 >= SWEEP_SHARE * self.spec.moe.n_experts as f64;
-        if sweeps && self.rows.len() > 1 && self.spec.layers.get(layer + 1) == Some(&FfnKind::Moe) {
+        let leads_to_moe = self.spec.layers.get(layer + 1) == Some(&FfnKind::Moe);
+        if sweeps && self.rows.len() > 1 && leads_to_moe {
             // As old as the step: what is demanded indeed gets its own stamp.
             let stamp = self.tokens_done + 1;
             let key = |expert| ExpertKey { layer: layer as u32 + 1, expert };
@@ -290,6 +269,22 @@ impl Engine {
         }
         self.clock.switch(Phase::Dense);
         self.backend.begin(layer, &self.routes)?;
+        let asks = leads_to_moe && self.rows.len() == 1;
+        if asks && self.look_ahead.asks(next, self.tokens_done, streams) {
+            self.clock.switch(Phase::Router);
+            if let Some(logits) = self.backend.foretell(layer + 1)? {
+                self.watch.foretell(self.kernels, next, logits, &self.routes);
+                let stamp = self.tokens_done;
+                let want = |&expert: &u32| Want { key: ExpertKey { layer: layer as u32 + 1, expert }, stamp };
+                self.wants.clear();
+                let is_absent = |expert| demand.is_absent(ExpertKey { layer: layer as u32 + 1, expert });
+                let likely = self.look_ahead.ranked(next, self.watch.ahead(), is_absent);
+                self.wants.extend(likely.iter().map(want));
+                if !self.wants.is_empty() {
+                    demand.expect(&self.wants);
+                }
+            }
+        }
         loop {
             self.clock.switch(Phase::DemandWait);
             match demand.take_ready(CALL_EXPERTS, &mut self.leases) {

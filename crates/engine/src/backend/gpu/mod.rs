@@ -368,11 +368,6 @@ impl Backend for GpuBackend {
         Ok(&self.router[..n])
     }
 
-    fn foretells(&self) -> bool {
-        // It would cost a wait of its own.
-        false
-    }
-
     fn lacks(&mut self, layer: usize, expert: u32) -> bool {
         self.layers[layer].ops.moe().is_none_or(|moe| self.tier.place(moe.index, expert).is_none())
     }
