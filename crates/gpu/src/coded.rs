@@ -20,6 +20,11 @@ pub(crate) const PASSES: [u32; 4] = [1, 2, 4, 8];
 const MANY_BLOCKS: usize = 512;
 const SOME_BLOCKS: usize = 160;
 const LONG: usize = 48;
+const OWN_X: &str = include_str!("wgsl/coded_own_x.wgsl");
+/// Lanes of a wide tile.
+const WIDE: u32 = 32;
+/// Bytes that a workgroup shares for a group of the 32 rows of such: an integer and a factor each.
+const GROUP_TERMS: u32 = 8 * ROWS as u32;
 /// Workgroups below which runs of blocks are not made longer.
 const WORKGROUPS: usize = 256;
 
@@ -103,20 +108,76 @@ impl Columns {
     }
 }
 
+/// Which lanes share a tile.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Lanes {
+    /// Four, as many tiles at once as there are such.
+    Four,
+    /// 32, with so many tiles on their way: of one token, and symmetric codes of 4 or 8 bits in groups of 64.
+    Wide(u32),
+}
+
 /// How a coded kernel is cut, for each of its passes: what is timed to choose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tuning {
     /// Threads of a workgroup: 64, 128, 256 or 512.
     pub threads: u32,
-    /// Tiles that a lane holds at once: 1 or 2.
-    pub items: u32,
+    /// Which of them share a tile; `Four` where that says more than one token can have.
+    pub lanes: Lanes,
+}
+
+/// Whether 32 lanes can share tiles of such codes.
+fn can_widen(encoding: Encoding) -> bool {
+    matches!(encoding, Encoding::Uniform(uniform) if uniform.zero() == Zero::Symmetric
+        && uniform.group() == 64
+        && matches!(uniform.bits(), 4 | 8))
+}
+
+/// The same on a device, for rows of so many groups, whatever else a workgroup shares.
+fn can_widen_on(gpu: &Gpu, encoding: Encoding, groups: usize) -> bool {
+    // Terms, a row as int8, and what a norm of it needs.
+    let shared = groups as u32 * (GROUP_TERMS + 64 + 8 + 16) + SPARE;
+    gpu.has_wide_subgroups() && can_widen(encoding) && shared <= gpu.wide_shared_bytes()
 }
 
 impl Tuning {
+    /// For `blocks` blocks of rows of so many groups each, and passes of so many tokens: 32 lanes a tile for one token where
+    /// that can be.
+    pub(crate) fn of(gpu: &Gpu, encoding: Encoding, blocks: usize, groups: usize, pass: u32) -> Self {
+        if pass == 1 && can_widen_on(gpu, encoding, groups) {
+            return Self::wide(blocks, groups);
+        }
+        Self::narrow(blocks, groups, pass)
+    }
+
+    /// The same for a lone token's gate or up, which meet.
+    pub(crate) fn of_either(gpu: &Gpu, encoding: Encoding, blocks: usize, groups: usize) -> Self {
+        if can_widen_on(gpu, encoding, groups) {
+            return Self { threads: 512, lanes: Lanes::Wide(1) };
+        }
+        Self::narrow(blocks, groups, 1)
+    }
+
+    /// For a lone token's down, whose workgroups quantise: 32 lanes a tile are no faster (EXP-GPU-08).
+    pub(crate) const fn of_lone_down() -> Self {
+        Self { threads: 128, lanes: Lanes::Four }
+    }
+
+    /// Of one token, 32 lanes a tile: what was fastest or nearly so for eight shapes (EXP-GPU-08).
+    const fn wide(blocks: usize, groups: usize) -> Self {
+        let (threads, ahead) = match (blocks, groups) {
+            (2048.., _) => (256, 1),
+            (SOME_BLOCKS..MANY_BLOCKS, _) => (512, 1),
+            (_, LONG..) => (512, 2),
+            _ => (512, 1),
+        };
+        Self { threads, lanes: Lanes::Wide(ahead) }
+    }
+
     /// For `blocks` blocks of rows in a dispatch, each alone in its workgroup if it likes, of so many groups, and passes
     /// of so many tokens: what was fastest or nearly so for nine shapes (EXP-GPU-05). Where blocks fill a device, small
     /// workgroups do; where there are few, each is to be done at once.
-    pub(crate) const fn of(blocks: usize, groups: usize, pass: u32) -> Self {
+    const fn narrow(blocks: usize, groups: usize, pass: u32) -> Self {
         let threads = match pass {
             1 if blocks >= MANY_BLOCKS => 64,
             1 | 2 if blocks >= SOME_BLOCKS => 128,
@@ -126,13 +187,13 @@ impl Tuning {
             8 if groups >= LONG => 128,
             _ => 64,
         };
-        Self { threads, items: 1 }
+        Self { threads, lanes: Lanes::Four }
     }
 
     /// For workgroups of so many tiles, of gate and up together (EXP-GPU-05).
     pub(crate) const fn of_pair(tiles: usize, pass: u32) -> Self {
         let threads = if tiles <= 128 && pass <= 4 { 256 } else { 128 };
-        Self { threads, items: 1 }
+        Self { threads, lanes: Lanes::Four }
     }
 }
 
@@ -141,9 +202,43 @@ impl Tuning {
 pub(crate) struct Cut {
     pub(crate) pass: u32,
     pub(crate) threads: u32,
-    items: u32,
+    lanes: Lanes,
+    /// Whether 32 lanes may be of several subgroups, which exchange by what they share.
+    played: bool,
+    /// Bytes that a workgroup may share for what becomes of tiles.
+    room: u32,
     pub(crate) slots: u32,
-    own: Option<Own>,
+    operand: Operand,
+}
+
+/// What a coded kernel's tiles are multiplied by.
+#[derive(Clone, Copy, Debug)]
+enum Operand {
+    /// An int8 plane.
+    Plane,
+    /// One f32 row that workgroups quantise themselves.
+    Own(Own),
+    /// One int8 row that the kernel's other texts make, by workgroups, and so many bytes that they share for that.
+    Made(Own, u32),
+}
+
+impl Operand {
+    /// Bytes that a workgroup shares.
+    const fn bytes(self) -> u32 {
+        match self {
+            Self::Plane => 0,
+            Self::Own(own) => own.bytes(),
+            Self::Made(own, more) => own.bytes() + more,
+        }
+    }
+
+    const fn bindings(self) -> usize {
+        match self {
+            Self::Plane => 2,
+            Self::Own(_) => 1,
+            Self::Made(..) => 0,
+        }
+    }
 }
 
 /// An operand of one f32 row that workgroups quantise themselves.
@@ -153,6 +248,12 @@ struct Own {
     groups: u32,
     group: u32,
     team: u32,
+}
+
+impl Own {
+    const fn bytes(self) -> u32 {
+        self.groups * (self.group + 8)
+    }
 }
 
 /// The share of what a workgroup may share that such a row may take.
@@ -166,10 +267,10 @@ pub(crate) fn can_own(gpu: &Gpu, uniform: Uniform, cols: usize) -> bool {
 
 impl Cut {
     pub(crate) fn new(gpu: &Gpu, uniform: Uniform, pass: u32, tuning: Tuning) -> Self {
-        let Tuning { threads, items } = tuning;
-        assert!(matches!(threads, 64 | 128 | 256 | 512) && matches!(items, 1 | 2), "{tuning:?}");
+        let Tuning { threads, lanes } = tuning;
+        assert!(matches!(threads, 64 | 128 | 256 | 512) && lanes != Lanes::Wide(0), "{tuning:?}");
         let threads = threads.min(gpu.most_threads() as u32);
-        Self::over(gpu, uniform, pass, threads, items, None)
+        Self::over(gpu, uniform, pass, threads, if pass == 1 { lanes } else { Lanes::Four }, Operand::Plane)
     }
 
     /// The same for one token whose f32 row workgroups quantise themselves: see [`can_own`].
@@ -179,15 +280,45 @@ impl Cut {
         // As many lanes a group as there are in one go: what a group takes besides its values each of them does.
         let team = (cut.threads / groups).clamp(4, gpu.team(uniform.group()) as u32);
         let own = Own { cols: cols as u32, groups, group, team: 1 << team.ilog2() };
-        Self::over(gpu, uniform, 1, cut.threads, cut.items, Some(own))
+        Self::over(gpu, uniform, 1, cut.threads, cut.lanes, Operand::Own(own))
     }
 
-    fn over(gpu: &Gpu, uniform: Uniform, pass: u32, threads: u32, items: u32, own: Option<Own>) -> Self {
+    /// The same for one token whose int8 row the kernel makes, sharing `more` bytes for that; none if all that is too much
+    /// to be shared.
+    pub(crate) fn making(
+        gpu: &Gpu,
+        uniform: Uniform,
+        cols: usize,
+        tuning: Tuning,
+        more: u32,
+    ) -> Option<Self> {
+        let cut = Self::new(gpu, uniform, 1, tuning);
+        let (groups, group) = (uniform.groups(cols) as u32, uniform.group() as u32);
+        let operand = Operand::Made(Own { cols: cols as u32, groups, group, team: 0 }, more);
+        let fits = operand.bytes() <= gpu.shared_bytes() / OWN_SHARE;
+        fits.then(|| Self::over(gpu, uniform, 1, cut.threads, cut.lanes, operand))
+    }
+
+    fn over(gpu: &Gpu, uniform: Uniform, pass: u32, threads: u32, lanes: Lanes, operand: Operand) -> Self {
         let affine = u32::from(uniform.zero() == Zero::Affine);
-        let room = gpu.shared_bytes() - SPARE - own.map_or(0, |own| own.groups * (own.group + 8));
+        let played = !gpu.has_wide_subgroups();
+        let room = gpu.shared_bytes() - SPARE - operand.bytes();
         // Integers and a cell a token; scales, minima.
         let slot = pass * (4 * ROWS as u32 + 8) + (1 + affine) * 2 * ROWS as u32;
-        Self { pass, threads, items, slots: (threads / 4 * items).min(room / slot), own }
+        let slots = (threads / 4).min(room / slot);
+        let room = gpu.wide_shared_bytes() - SPARE - operand.bytes();
+        Self { pass, threads, lanes, played, room, slots, operand }
+    }
+
+    /// Tiles that 32 lanes have on their way, if they share each.
+    fn wide(self, encoding: Encoding, groups: usize) -> Option<u32> {
+        let bytes = groups as u32 * GROUP_TERMS + if self.played { 16 * self.threads } else { 0 };
+        match self.lanes {
+            Lanes::Wide(ahead) if can_widen(encoding) && bytes <= self.room => {
+                Some(ahead.min((groups as u32).div_ceil(self.threads / WIDE)))
+            }
+            _ => None,
+        }
     }
 
     /// Most blocks of rows that a workgroup can take.
@@ -197,7 +328,10 @@ impl Cut {
 
     /// Blocks of rows for a workgroup: as few as keep most slots of most rounds in use, as long as there are
     /// workgroups enough, with `times` such products in a dispatch.
-    fn blocks(self, groups: usize, all: usize, times: usize) -> u32 {
+    pub(crate) fn blocks(self, encoding: Encoding, groups: usize, all: usize, times: usize) -> u32 {
+        if self.wide(encoding, groups).is_some() {
+            return 1;
+        }
         let slots = self.slots as usize;
         let use_of = |blocks: usize| {
             let items = blocks * groups;
@@ -223,7 +357,7 @@ impl Cut {
         chains
     }
 
-    /// coded.wgsl, for workgroups of so many blocks of so many groups: its constants and its text.
+    /// coded.wgsl or coded_wide.wgsl, for workgroups of so many blocks of so many groups: its constants and its text.
     pub(crate) fn core(
         self,
         encoding: Encoding,
@@ -240,34 +374,63 @@ impl Cut {
             ("TABLE", u32::from(encoding != Encoding::Uniform(uniform))),
             ("TOKENS", self.pass),
             ("THREADS", self.threads),
-            ("ITEMS", self.items),
+        ]);
+        let operand = match self.operand {
+            Operand::Plane => include_str!("wgsl/coded_plane.wgsl").to_owned(),
+            Operand::Own(own) => {
+                let Own { cols, groups, group, team } = own;
+                constants.extend([("COLS", cols), ("OWN", groups), ("GROUP", group), ("TEAM", team)]);
+                [QUANTISE, OWN_X, include_str!("wgsl/coded_own.wgsl")].concat()
+            }
+            Operand::Made(own, _) => {
+                constants.push(("OWN", own.groups));
+                OWN_X.to_owned()
+            }
+        };
+        let tiles = include_str!("wgsl/coded_tiles.wgsl").to_owned();
+        let job = "job: ptr<function, Job>";
+        if let Some(ahead) = self.wide(encoding, groups) {
+            assert_eq!((blocks, self.pass), (1, 1), "blocks and tokens of a workgroup");
+            let teams = self.threads / WIDE;
+            let one_round = u32::from(groups as u32 <= ahead * teams);
+            constants.extend([
+                ("TILES_AHEAD", ahead),
+                ("ROW_TILES", groups as u32),
+                ("ONE_ROUND", one_round),
+            ]);
+            let exchange = match self.played {
+                false => include_str!("wgsl/coded_wide_exchange.wgsl"),
+                true => include_str!("wgsl/coded_wide_played.wgsl"),
+            };
+            let list = |what: &str| {
+                let head = format!("{what}s({job}, window: ptr<function, Window>, first: u32, lane: u32)");
+                repeated.calls(&head, ahead, |i| format!("{what}(job, window, first, lane, {i});"))
+            };
+            let wide = include_str!("wgsl/coded_wide.wgsl").to_owned();
+            let lists = [list("load_tile"), list("take_tile")].concat();
+            return (constants, [tiles, wide, exchange.to_owned(), operand, lists].concat());
+        }
+        constants.extend([
             ("SLOTS", self.slots),
             ("CHAINS", chains),
             ("HELD", u32::from(held > 0)),
             ("ONE_ROUND", u32::from(blocks as usize * groups <= self.slots as usize)),
         ]);
-        let operand = match self.own {
-            None => include_str!("wgsl/coded_plane.wgsl").to_owned(),
-            Some(own) => {
-                let Own { cols, groups, group, team } = own;
-                constants.extend([("COLS", cols), ("OWN", groups), ("GROUP", group), ("TEAM", team)]);
-                [QUANTISE, include_str!("wgsl/coded_own.wgsl")].concat()
-            }
-        };
-        let (job, lines) = ("job: ptr<function, Job>", "lines: ptr<function, Lines>");
+        let lines = "lines: ptr<function, Lines>";
         let (integers, sums) = ("sums: ptr<function, Integers>", "sums: ptr<function, Sums>");
-        let places = "base: u32, at: u32, tile: u32";
+        let places = "at: u32, tile: u32";
         let text = [
+            tiles,
             include_str!("wgsl/coded.wgsl").to_owned(),
             operand,
             levels(encoding),
-            repeated.calls(&format!("load_lines({lines}, base: u32, at: u32)"), held, |i| {
-                format!("load_line(lines, base, at, {i});")
+            repeated.calls(&format!("load_lines({lines}, at: u32)"), held, |i| {
+                format!("load_line(lines, at, {i});")
             }),
             repeated.calls(
                 &format!("take_spans({job}, {lines}, {integers}, {places})"),
                 uniform.group() as u32 / 16,
-                |v| format!("take_span(job, lines, sums, base, at, tile, {v});"),
+                |v| format!("take_span(job, lines, sums, at, tile, {v});"),
             ),
             repeated.tokens(
                 &format!("add_tokens({job}, {integers}, span: ptr<function, Span>, tile: u32, v: u32)"),
@@ -330,12 +493,12 @@ impl CodedOp {
     ) -> Result<Self, GpuError> {
         let (rows, cols) = shape;
         let groups = encoding.tiles().map_or(0, |tiles| tiles.groups(cols));
-        let blocks = cut.blocks(groups, rows.div_ceil(ROWS), times);
+        let blocks = cut.blocks(encoding, groups, rows.div_ceil(ROWS), times);
         let (mut constants, core) = cut.core(encoding, blocks, groups, Repeated::on(gpu)?);
         constants.extend_from_slice(extra);
         let mut texts = vec![&core[..]];
         texts.extend_from_slice(parts);
-        let mut all = vec![Access::Read; if cut.own.is_some() { 2 } else { 3 }];
+        let mut all = vec![Access::Read; 1 + cut.operand.bindings()];
         all.extend_from_slice(accesses);
         let source = source(gpu, &constants, &texts)?.into();
         let kernel = gpu.kernel(&Shader { name, source, bindings: &all })?;
@@ -391,7 +554,12 @@ impl CodedMatmul {
         let passes = passes(x.tokens)
             .map(|pass| {
                 let blocks = weights.rows.div_ceil(ROWS);
-                let cut = Cut::new(gpu, uniform, pass, tuning.unwrap_or(Tuning::of(blocks, groups, pass)));
+                let cut = Cut::new(
+                    gpu,
+                    uniform,
+                    pass,
+                    tuning.unwrap_or_else(|| Tuning::of(gpu, weights.encoding, blocks, groups, pass)),
+                );
                 let buffers = [&weights.slice, &x.codes, &x.cells, &out.plane];
                 let shape = (weights.rows, weights.cols);
                 let parts = [include_str!("wgsl/coded_matmul.wgsl")];
@@ -402,7 +570,7 @@ impl CodedMatmul {
                     cut,
                     shape,
                     1,
-                    &[],
+                    &[("OUT", 3)],
                     &parts,
                     &[Access::Write],
                     &buffers,
