@@ -454,7 +454,7 @@ impl<'a> Builder<'a> {
             rows,
             &self.planes.scratch,
             AttentionOutputs { plane: coded.is_none().then_some(&mixed.float), coded },
-            None,
+            Some(rope_input),
         )?;
         let delta = self.planes.delta.clone();
         let o = self.product(&[host.matrix(&weights.o)], &mixed, t, &delta, d)?;
