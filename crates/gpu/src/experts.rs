@@ -8,7 +8,8 @@ use smoe_format::expert_file::{LayerTable, TensorEntry};
 use smoe_format::tile::ROWS;
 use smoe_format::{Encoding, Uniform};
 
-use crate::coded::{CodedOp, Cut, Tuning, can_own, pass_of, passes};
+use crate::coded::{CodedOp, pass_of, passes};
+use crate::cut::{Cut, Tuning, can_own};
 use crate::float::FloatCut;
 use crate::hidden::LONE_PAIRS;
 use crate::quantise::{GRID, QUANTISE, Repeated, TO_PLANE, assert_plane, source};

@@ -13,6 +13,7 @@
 mod attention;
 mod ceiling;
 mod coded;
+mod cut;
 mod device;
 mod error;
 mod experts;
@@ -32,7 +33,8 @@ mod work;
 
 pub use attention::{Attention, AttentionHeads, AttentionOutputs, AttentionScratch};
 pub use ceiling::{CopyKernel, Links};
-pub use coded::{CodedMatmul, Columns, ExactMatmul, Lanes, Tuning, Weights};
+pub use coded::{CodedMatmul, Columns, ExactMatmul, Weights};
+pub use cut::{Lanes, Tuning};
 pub use device::{DeviceFacts, DeviceKind, Fault, Gpu, Software, devices};
 pub use error::GpuError;
 pub use experts::{Down, ExpertInput, ExpertLayout, GateUp};

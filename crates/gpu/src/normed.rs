@@ -2,7 +2,7 @@
 
 use smoe_format::tile::ROWS;
 
-use crate::coded::{Cut, Tuning};
+use crate::cut::{Cut, Tuning};
 use crate::norm::{Delta, Draft, NORM_ROW, NormCut, add_delta, demand};
 use crate::quantise::{GRID, Repeated};
 use crate::shader::{Access, Op};

@@ -139,8 +139,8 @@ impl Gpu {
         self.kernel_once(&format!("{}\n{}", shader.name, shader.source), || self.compile(shader))
     }
 
-    /// The layouts of kernels with such bindings. Kernels share them: where one follows another of the same, nothing is
-    /// bound or cleared but what differs.
+    /// The layouts of kernels with such bindings. Kernels share them: where one follows another of the same, the host has
+    /// less to record. The device does not mind (EXP-GPU-08).
     fn layouts(&self, bindings: &[Access]) -> Layouts {
         let mut layouts = self.layouts.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(found) = layouts.get(bindings) {
