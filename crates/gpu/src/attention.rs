@@ -5,17 +5,25 @@
 //! several rounds of both.
 
 use crate::norm::{Draft, demand, demand_coded};
-use crate::rope::{KvFormat, KvLayout, Rows};
+use crate::rope::{KvFormat, KvLayout, RopeInput, Rows};
 use crate::shader::{Access, Op};
 use crate::{CodedPlane, Gpu, GpuError, Slice, Step};
 
 const ATTENTION: &str = include_str!("wgsl/attention.wgsl");
+const TURNED: &str = include_str!("wgsl/attention_turned.wgsl");
+const TURNS: &str = include_str!("wgsl/attention_turns.wgsl");
 const COMBINE: &str = include_str!("wgsl/attention_combine.wgsl");
 
 /// Positions of a split.
 const SPLIT: usize = 128;
 /// Threads of a workgroup.
 const THREADS: usize = 256;
+/// Lanes that turn a head.
+const HEAD_LANES: usize = 32;
+/// Rows of values that a lane of few queries reads ahead.
+const VALUES_AHEAD: usize = 16;
+/// Bytes that a workgroup shares besides what is counted.
+const SPARE: usize = 256;
 /// Queries of a workgroup at most.
 const QUERIES: usize = 8;
 /// Query heads that may share a kv head.
@@ -110,6 +118,8 @@ pub struct Attention {
     tiled: Option<(Op, usize)>,
     /// A query head of tokens that have one split only.
     whole: Option<Op>,
+    /// `narrow` and `whole` of one token that make queries, keys and values themselves.
+    turning: Option<(Op, Option<Op>)>,
     combine: Op,
     tokens: usize,
     room: usize,
@@ -119,10 +129,13 @@ pub struct Attention {
     per_kv: usize,
     parts: usize,
     scale: f32,
+    /// Of the norm of what it makes itself.
+    eps: f32,
 }
 
 impl Attention {
-    /// For up to `tokens` tokens; `queries` is `[tokens, n_heads * head_dim]`.
+    /// For up to `tokens` tokens; `queries` is `[tokens, n_heads * head_dim]`. With `turns` it can make queries, keys and
+    /// values of a lone token itself.
     ///
     /// A row's positions must be of its session's table, and the blocks there of the cache: the device does not
     /// check.
@@ -143,6 +156,7 @@ impl Attention {
         rows: Rows<'a>,
         scratch: &'a AttentionScratch,
         outputs: AttentionOutputs<'a>,
+        turns: Option<RopeInput<'a>>,
     ) -> Result<Self, GpuError> {
         let KvLayout { n_kv_heads, head_dim, value_dim, .. } = kv;
         let AttentionHeads { n_heads, scale, sinks } = heads;
@@ -165,9 +179,14 @@ impl Attention {
         let group = outputs.coded.map_or(64, |coded| coded.group);
         let cells = width.div_ceil(group);
         let team = gpu.team(group);
-        let core = |tile: usize, groups: usize| {
+        let access = |turns: Option<RopeInput<'a>>| match turns {
+            // What is in the cache already, and what is written there, are of one buffer.
+            Some(_) => Access::Write,
+            None => Access::Read,
+        };
+        let core = |tile: usize, groups: usize, turns: Option<RopeInput<'a>>| {
             let queries_at_once = tile * per_kv.div_ceil(groups);
-            Draft::default()
+            let draft = Draft::default()
                 .constant("HEADS", n_heads)
                 .constant("KV_HEADS", n_kv_heads)
                 .constant("PER_KV", per_kv)
@@ -180,26 +199,33 @@ impl Attention {
                 .constant("ROW", kv.row_bytes() / 16)
                 .constant("NARROW", kv.format.words())
                 .constant("STAGE", (queries_at_once * head_dim / 4).max(2 * THREADS))
-                .buffer("queries", "vec4<f32>", Access::Read, queries)
-                .buffer("keys", "vec4<u32>", Access::Read, cache)
-                .buffer("values", kv.format.narrow(), Access::Read, cache)
+                .buffer("keys", "vec4<u32>", access(turns), cache)
+                .buffer("values", kv.format.narrow(), access(turns), cache)
                 .buffer("rows", "vec4<u32>", Access::Read, rows.rows)
                 .buffer("tables", "u32", Access::Read, rows.tables)
                 .text("alias Narrow = ")
                 .text(kv.format.narrow())
                 .text(";\n")
                 .float(group, team)
-                .text(kv.format.widen())
+                .text(kv.format.widen());
+            match turns {
+                Some(input) => input
+                    .draft(draft, kv, THREADS / HEAD_LANES)
+                    .buffer("cache", "u32", Access::Write, cache)
+                    .text(kv.format.own_value())
+                    .text(TURNS),
+                None => draft.buffer("queries", "vec4<f32>", Access::Read, queries).text(TURNED),
+            }
         };
-        let split = |tile: usize, groups: usize| {
-            core(tile, groups)
+        let split = |tile: usize, groups: usize, turns: Option<RopeInput<'a>>| {
+            core(tile, groups, turns)
                 .buffer("sums", "vec4<f32>", Access::Write, &scratch.sums)
                 .buffer("stats", "vec2<f32>", Access::Write, &scratch.stats)
                 .text(include_str!("wgsl/attention_split.wgsl"))
                 .loose_op(gpu, "attention", ATTENTION)
         };
         let tile = QUERIES / per_kv;
-        let tiled = if tile > 1 && tokens >= TILED { Some((split(tile, groups)?, tile)) } else { None };
+        let tiled = if tile > 1 && tokens >= TILED { Some((split(tile, groups, None)?, tile)) } else { None };
 
         // What becomes of the sums: where they go, and what takes part in the softmax besides positions.
         let end = |mut draft: Draft<'a>| -> Draft<'a> {
@@ -238,18 +264,43 @@ impl Attention {
             + usize::from(outputs.plane.is_some())
             + 2 * usize::from(outputs.coded.is_some());
         let fits = value_dim <= SPLIT && bound <= BINDINGS;
-        let whole = if fits && (outputs.coded.is_none() || value_dim.is_multiple_of(group)) {
+        let whole_heads = outputs.coded.is_none() || value_dim.is_multiple_of(group);
+        let whole = |name: &str, turns: Option<RopeInput<'a>>| {
             let rest = [ATTENTION, include_str!("wgsl/attention_whole.wgsl")].concat();
             // Codes have the CPU's bits, so its end is not among the rest.
-            Some(end(core(1, per_kv)).loose_op(gpu, "attention, whole", &rest)?)
-        } else {
-            None
+            end(core(1, per_kv, turns)).loose_op(gpu, name, &rest)
         };
+        // Every value of a split is on its way at once, and so are keys; and all of it has room.
+        let turning = match turns.filter(|input| {
+            input.check(1, n_heads, kv);
+            let bound = bound + input.bindings() + 2;
+            let columns = (value_dim / 4).next_power_of_two();
+            let shared = 16 * (head_dim / 4).max(2 * THREADS)
+                + 16 * SPLIT
+                + 32 * (THREADS / 4)
+                + 4 * (THREADS / HEAD_LANES) * (head_dim.max(value_dim) + 16)
+                + 4 * THREADS
+                + 2 * kv.row_bytes()
+                + SPARE;
+            VALUES_AHEAD * THREADS / columns >= SPLIT
+                && bound.max(9 + input.bindings()) <= gpu.most_bindings()
+                && shared <= gpu.shared_bytes() as usize
+        }) {
+            Some(input) => {
+                let split = split(1, per_kv, Some(input))?;
+                let can = fits && whole_heads;
+                let whole = if can { Some(whole("rope and attention, whole", Some(input))?) } else { None };
+                Some((split, whole))
+            }
+            None => None,
+        };
+        let whole = if fits && whole_heads { Some(whole("attention, whole", None)?) } else { None };
         Ok(Self {
-            narrow: split(1, per_kv)?,
-            single: split(1, groups)?,
+            narrow: split(1, per_kv, None)?,
+            single: split(1, groups, None)?,
             tiled,
             whole,
+            turning,
             combine: end(combine).op(gpu, "attention: combine")?,
             tokens,
             room: scratch.splits,
@@ -258,7 +309,34 @@ impl Attention {
             per_kv,
             parts: cells.div_ceil(64 / team),
             scale,
+            eps: turns.map_or(0.0, |input| input.eps()),
         })
+    }
+
+    /// Whether it makes the query, key and value of a token that is alone, as [`RopeAppend`](crate::RopeAppend) would.
+    #[must_use]
+    pub const fn turns(&self) -> bool {
+        self.turning.is_some()
+    }
+
+    /// Records it for one token whose query, key and value it makes, with the bits of
+    /// [`RopeAppend`](crate::RopeAppend) and [`Self::record`]; that sees at most `visible` positions, and is below `end`.
+    ///
+    /// # Panics
+    /// If it does not make them ([`Self::turns`]), or needs more room than the scratch has.
+    pub fn record_turning(&self, step: &mut Step, visible: usize, end: usize) {
+        let Some((narrow, whole)) = &self.turning else { panic!("queries are made elsewhere") };
+        let splits = splits_of(visible);
+        assert!(splits <= self.room, "scratch for {} splits, {visible} positions are seen", self.room);
+        let low = f32::NEG_INFINITY.to_bits();
+        let (scale, eps) = (self.scale.to_bits(), self.eps.to_bits());
+        let heads = (self.n_kv_heads * self.per_kv) as u32;
+        if let Some(op) = whole.as_ref().filter(|_| end <= SPLIT) {
+            step.run(op, &[0, 1, 1, scale, low, eps], [1, heads, 1]);
+            return;
+        }
+        step.run(narrow, &[0, 1, splits as u32, scale, low, eps], [splits as u32, heads, 1]);
+        step.run(&self.combine, &[0, splits as u32, low], [self.parts as u32, 1, 1]);
     }
 
     /// Records it for the first `tokens` tokens, none of which sees more than `visible` positions; all of them are below
@@ -312,6 +390,21 @@ impl KvFormat {
             Self::F32 => "vec4<u32>",
             Self::F16 => "vec2<u32>",
             Self::Q8 => "u32",
+        }
+    }
+
+    /// Four elements of a value that a workgroup has of its own.
+    const fn own_value(self) -> &'static str {
+        match self {
+            Self::F32 => {
+                "fn own_value(column: u32) -> Narrow { let at = ROW_WORDS + 4u * column; \
+                 return vec4(own_rows[at], own_rows[at + 1u], own_rows[at + 2u], own_rows[at + 3u]); }\n"
+            }
+            Self::F16 => {
+                "fn own_value(column: u32) -> Narrow { let at = ROW_WORDS + 2u * column; \
+                 return vec2(own_rows[at], own_rows[at + 1u]); }\n"
+            }
+            Self::Q8 => "fn own_value(column: u32) -> Narrow { return own_rows[ROW_WORDS + column]; }\n",
         }
     }
 

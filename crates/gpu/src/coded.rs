@@ -3,25 +3,14 @@
 //! [`CodedMatmul`] multiplies by int8 activations and has the CPU's bits; [`ExactMatmul`] by f32.
 
 use smoe_format::tile::ROWS;
-use smoe_format::{Encoding, Uniform, Zero};
+use smoe_format::{Encoding, Uniform};
 
-use crate::quantise::{GRID, QUANTISE, Repeated, assert_plane, levels, source, text, tile_constants};
+use crate::cut::{Cut, Tuning};
+use crate::quantise::{GRID, QUANTISE, Repeated, assert_plane, source, text, tile_constants};
 use crate::{Access, CodedPlane, Gpu, GpuError, Op, Shader, Slice, Step};
 
-/// Bytes of what a workgroup shares that are not for slots: arrays that are empty have an element.
-const SPARE: u32 = 64;
-/// Most chains of a lane: more would not stay in registers.
-const CHAINS: u32 = 16;
-/// Most lines of a tile that a lane holds its share of: a register file's worth.
-const HELD: u32 = 34;
 /// Tokens that a pass takes: the widths that are compiled.
 pub(crate) const PASSES: [u32; 4] = [1, 2, 4, 8];
-/// Blocks of rows that are many for a device, that are more than it has multiprocessors, and groups of a long row.
-const MANY_BLOCKS: usize = 512;
-const SOME_BLOCKS: usize = 160;
-const LONG: usize = 48;
-/// Workgroups below which runs of blocks are not made longer.
-const WORKGROUPS: usize = 256;
 
 /// A weight matrix on the device: `rows x cols`, its bytes as in the vault.
 #[derive(Clone, Debug)]
@@ -103,193 +92,6 @@ impl Columns {
     }
 }
 
-/// How a coded kernel is cut, for each of its passes: what is timed to choose.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Tuning {
-    /// Threads of a workgroup: 64, 128, 256 or 512.
-    pub threads: u32,
-    /// Tiles that a lane holds at once: 1 or 2.
-    pub items: u32,
-}
-
-impl Tuning {
-    /// For `blocks` blocks of rows in a dispatch, each alone in its workgroup if it likes, of so many groups, and passes
-    /// of so many tokens: what was fastest or nearly so for nine shapes (EXP-GPU-05). Where blocks fill a device, small
-    /// workgroups do; where there are few, each is to be done at once.
-    pub(crate) const fn of(blocks: usize, groups: usize, pass: u32) -> Self {
-        let threads = match pass {
-            1 if blocks >= MANY_BLOCKS => 64,
-            1 | 2 if blocks >= SOME_BLOCKS => 128,
-            1 | 2 if groups >= LONG => 256,
-            1 | 2 if groups >= LONG / 2 => 128,
-            4 => 128,
-            8 if groups >= LONG => 128,
-            _ => 64,
-        };
-        Self { threads, items: 1 }
-    }
-
-    /// For workgroups of so many tiles, of gate and up together (EXP-GPU-05).
-    pub(crate) const fn of_pair(tiles: usize, pass: u32) -> Self {
-        let threads = if tiles <= 128 && pass <= 4 { 256 } else { 128 };
-        Self { threads, items: 1 }
-    }
-}
-
-/// A coded kernel's constants.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Cut {
-    pub(crate) pass: u32,
-    pub(crate) threads: u32,
-    items: u32,
-    pub(crate) slots: u32,
-    own: Option<Own>,
-}
-
-/// An operand of one f32 row that workgroups quantise themselves.
-#[derive(Clone, Copy, Debug)]
-struct Own {
-    cols: u32,
-    groups: u32,
-    group: u32,
-    team: u32,
-}
-
-/// The share of what a workgroup may share that such a row may take.
-const OWN_SHARE: u32 = 4;
-
-/// Whether workgroups can quantise a row of so many columns themselves.
-pub(crate) fn can_own(gpu: &Gpu, uniform: Uniform, cols: usize) -> bool {
-    let bytes = uniform.groups(cols) * (uniform.group() + 8);
-    cols.is_multiple_of(4) && bytes <= (gpu.shared_bytes() / OWN_SHARE) as usize
-}
-
-impl Cut {
-    pub(crate) fn new(gpu: &Gpu, uniform: Uniform, pass: u32, tuning: Tuning) -> Self {
-        let Tuning { threads, items } = tuning;
-        assert!(matches!(threads, 64 | 128 | 256 | 512) && matches!(items, 1 | 2), "{tuning:?}");
-        let threads = threads.min(gpu.most_threads() as u32);
-        Self::over(gpu, uniform, pass, threads, items, None)
-    }
-
-    /// The same for one token whose f32 row workgroups quantise themselves: see [`can_own`].
-    pub(crate) fn owning(gpu: &Gpu, uniform: Uniform, cols: usize, tuning: Tuning) -> Self {
-        let cut = Self::new(gpu, uniform, 1, tuning);
-        let (groups, group) = (uniform.groups(cols) as u32, uniform.group() as u32);
-        // As many lanes a group as there are in one go: what a group takes besides its values each of them does.
-        let team = (cut.threads / groups).clamp(4, gpu.team(uniform.group()) as u32);
-        let own = Own { cols: cols as u32, groups, group, team: 1 << team.ilog2() };
-        Self::over(gpu, uniform, 1, cut.threads, cut.items, Some(own))
-    }
-
-    fn over(gpu: &Gpu, uniform: Uniform, pass: u32, threads: u32, items: u32, own: Option<Own>) -> Self {
-        let affine = u32::from(uniform.zero() == Zero::Affine);
-        let room = gpu.shared_bytes() - SPARE - own.map_or(0, |own| own.groups * (own.group + 8));
-        // Integers and a cell a token; scales, minima.
-        let slot = pass * (4 * ROWS as u32 + 8) + (1 + affine) * 2 * ROWS as u32;
-        Self { pass, threads, items, slots: (threads / 4 * items).min(room / slot), own }
-    }
-
-    /// Most blocks of rows that a workgroup can take.
-    pub(crate) const fn most_blocks(self) -> u32 {
-        CHAINS * self.threads / (self.pass * ROWS as u32 / 2)
-    }
-
-    /// Blocks of rows for a workgroup: as few as keep most slots of most rounds in use, as long as there are
-    /// workgroups enough, with `times` such products in a dispatch.
-    fn blocks(self, groups: usize, all: usize, times: usize) -> u32 {
-        let slots = self.slots as usize;
-        let use_of = |blocks: usize| {
-            let items = blocks * groups;
-            items as f64 / items.next_multiple_of(slots) as f64
-        };
-        let most = (all * times / WORKGROUPS).clamp(1, self.most_blocks() as usize);
-        let mut best = 1;
-        for blocks in 2..=most {
-            if use_of(best) >= 0.9 {
-                break;
-            }
-            if use_of(blocks) > use_of(best) {
-                best = blocks;
-            }
-        }
-        best as u32
-    }
-
-    /// Chains of a lane, in workgroups of so many blocks.
-    fn chains(self, blocks: u32) -> u32 {
-        let chains = (blocks * self.pass * ROWS as u32 / 2).div_ceil(self.threads);
-        assert!(chains <= CHAINS, "{blocks} blocks a workgroup");
-        chains
-    }
-
-    /// coded.wgsl, for workgroups of so many blocks of so many groups: its constants and its text.
-    pub(crate) fn core(
-        self,
-        encoding: Encoding,
-        blocks: u32,
-        groups: usize,
-        repeated: Repeated,
-    ) -> (Vec<(&'static str, u32)>, String) {
-        let Some(uniform) = encoding.tiles() else { panic!("{encoding} weights have no codes") };
-        let chains = self.chains(blocks);
-        // Longer tiles are read where they are needed.
-        let held = Some((uniform.tile_bytes() / 64) as u32).filter(|lines| *lines <= HELD).unwrap_or(0);
-        let mut constants = tile_constants(uniform).to_vec();
-        constants.extend([
-            ("TABLE", u32::from(encoding != Encoding::Uniform(uniform))),
-            ("TOKENS", self.pass),
-            ("THREADS", self.threads),
-            ("ITEMS", self.items),
-            ("SLOTS", self.slots),
-            ("CHAINS", chains),
-            ("HELD", u32::from(held > 0)),
-            ("ONE_ROUND", u32::from(blocks as usize * groups <= self.slots as usize)),
-        ]);
-        let operand = match self.own {
-            None => include_str!("wgsl/coded_plane.wgsl").to_owned(),
-            Some(own) => {
-                let Own { cols, groups, group, team } = own;
-                constants.extend([("COLS", cols), ("OWN", groups), ("GROUP", group), ("TEAM", team)]);
-                [QUANTISE, include_str!("wgsl/coded_own.wgsl")].concat()
-            }
-        };
-        let (job, lines) = ("job: ptr<function, Job>", "lines: ptr<function, Lines>");
-        let (integers, sums) = ("sums: ptr<function, Integers>", "sums: ptr<function, Sums>");
-        let places = "base: u32, at: u32, tile: u32";
-        let text = [
-            include_str!("wgsl/coded.wgsl").to_owned(),
-            operand,
-            levels(encoding),
-            repeated.calls(&format!("load_lines({lines}, base: u32, at: u32)"), held, |i| {
-                format!("load_line(lines, base, at, {i});")
-            }),
-            repeated.calls(
-                &format!("take_spans({job}, {lines}, {integers}, {places})"),
-                uniform.group() as u32 / 16,
-                |v| format!("take_span(job, lines, sums, base, at, tile, {v});"),
-            ),
-            repeated.tokens(
-                &format!("add_tokens({job}, {integers}, span: ptr<function, Span>, tile: u32, v: u32)"),
-                self.pass,
-                |t| format!("add_span(job, sums, span, {t}, tile, v);"),
-            ),
-            repeated.tokens(
-                &format!("hand_tokens({job}, {integers}, slot: u32, quarter: u32, tile: u32)"),
-                self.pass,
-                |t| format!("hand(job, sums, slot, quarter, tile, {t});"),
-            ),
-            repeated.calls(&format!("run_chains({job}, {sums}, lane: u32, first: u32)"), chains, |k| {
-                format!("run_chain(job, sums, lane, first, {k});")
-            }),
-            repeated.calls(&format!("finish_chains({job}, {sums}, lane: u32)"), chains, |k| {
-                format!("finish_chain(job, sums, lane, {k});")
-            }),
-        ];
-        (constants, text.concat())
-    }
-}
-
 /// The passes that calls of up to `tokens` tokens need.
 pub(crate) fn passes(tokens: usize) -> impl Iterator<Item = u32> {
     let widest = pass_of(tokens);
@@ -330,12 +132,12 @@ impl CodedOp {
     ) -> Result<Self, GpuError> {
         let (rows, cols) = shape;
         let groups = encoding.tiles().map_or(0, |tiles| tiles.groups(cols));
-        let blocks = cut.blocks(groups, rows.div_ceil(ROWS), times);
+        let blocks = cut.blocks(encoding, groups, rows.div_ceil(ROWS), times);
         let (mut constants, core) = cut.core(encoding, blocks, groups, Repeated::on(gpu)?);
         constants.extend_from_slice(extra);
         let mut texts = vec![&core[..]];
         texts.extend_from_slice(parts);
-        let mut all = vec![Access::Read; if cut.own.is_some() { 2 } else { 3 }];
+        let mut all = vec![Access::Read; 1 + cut.operand_bindings()];
         all.extend_from_slice(accesses);
         let source = source(gpu, &constants, &texts)?.into();
         let kernel = gpu.kernel(&Shader { name, source, bindings: &all })?;
@@ -391,7 +193,12 @@ impl CodedMatmul {
         let passes = passes(x.tokens)
             .map(|pass| {
                 let blocks = weights.rows.div_ceil(ROWS);
-                let cut = Cut::new(gpu, uniform, pass, tuning.unwrap_or(Tuning::of(blocks, groups, pass)));
+                let cut = Cut::new(
+                    gpu,
+                    uniform,
+                    pass,
+                    tuning.unwrap_or_else(|| Tuning::of(gpu, weights.encoding, blocks, groups, pass)),
+                );
                 let buffers = [&weights.slice, &x.codes, &x.cells, &out.plane];
                 let shape = (weights.rows, weights.cols);
                 let parts = [include_str!("wgsl/coded_matmul.wgsl")];
@@ -402,7 +209,7 @@ impl CodedMatmul {
                     cut,
                     shape,
                     1,
-                    &[],
+                    &[("OUT", 3)],
                     &parts,
                     &[Access::Write],
                     &buffers,

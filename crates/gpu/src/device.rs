@@ -81,6 +81,7 @@ const SHARED_BYTES: u32 = 16 << 10;
 /// The same where the device has more: the most that kernels use.
 const MOST_THREADS: u32 = 1024;
 const MOST_SHARED_BYTES: u32 = 32 << 10;
+const MOST_WIDE_SHARED_BYTES: u32 = 48 << 10;
 
 fn instance() -> wgpu::Instance {
     let mut desc = wgpu::InstanceDescriptor::new_without_display_handle();
@@ -292,6 +293,11 @@ impl Gpu {
         (group / 4).min(surely)
     }
 
+    /// Whether 32 neighbouring lanes are surely of one subgroup.
+    pub(crate) const fn has_wide_subgroups(&self) -> bool {
+        self.facts.subgroup.0 >= 32
+    }
+
     /// Storage buffers that a kernel may have.
     pub(crate) fn most_bindings(&self) -> usize {
         self.device.limits().max_storage_buffers_per_shader_stage as usize
@@ -300,6 +306,11 @@ impl Gpu {
     /// Bytes that a workgroup may share.
     pub(crate) fn shared_bytes(&self) -> u32 {
         self.device.limits().max_compute_workgroup_storage_size.min(MOST_SHARED_BYTES)
+    }
+
+    /// The same where 32 lanes share a tile, whose workgroups need more.
+    pub(crate) fn wide_shared_bytes(&self) -> u32 {
+        self.device.limits().max_compute_workgroup_storage_size.min(MOST_WIDE_SHARED_BYTES)
     }
 
     /// Most threads of a workgroup that is as wide as it likes.

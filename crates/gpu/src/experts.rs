@@ -8,7 +8,8 @@ use smoe_format::expert_file::{LayerTable, TensorEntry};
 use smoe_format::tile::ROWS;
 use smoe_format::{Encoding, Uniform};
 
-use crate::coded::{CodedOp, Cut, Tuning, can_own, pass_of, passes};
+use crate::coded::{CodedOp, pass_of, passes};
+use crate::cut::{Cut, Tuning, can_own};
 use crate::float::FloatCut;
 use crate::hidden::LONE_PAIRS;
 use crate::quantise::{GRID, QUANTISE, Repeated, TO_PLANE, assert_plane, source};
@@ -147,6 +148,7 @@ impl Projection {
         x: X<'_>,
         rows: Rows,
         out: &Slice,
+        tuning: Option<Tuning>,
     ) -> Result<Self, GpuError> {
         let name = ["experts' gate", "experts' up", "experts' down"][projection];
         let tensor = layout.tensors[projection];
@@ -166,8 +168,9 @@ impl Projection {
                 let shape = (tensor.rows, tensor.cols);
                 let passes = passes(list.tokens)
                     .map(|pass| {
-                        let tuning = Tuning::of(tensor.rows.div_ceil(ROWS) * TIMES, groups, pass);
+                        let blocks = tensor.rows.div_ceil(ROWS) * TIMES;
                         if let Some(values) = lone.filter(|_| pass == 1) {
+                            let tuning = tuning.unwrap_or(Tuning::of_lone_down());
                             let cut = Cut::owning(gpu, uniform, tensor.cols, tuning);
                             let extra = [("LIST", 2), ("OUT", 4), ("TOP_K", top_k), by_pair];
                             let buffers = [slots, values, &list.entries, &list.pairs, out];
@@ -175,6 +178,8 @@ impl Projection {
                                 gpu, name, encoding, cut, shape, TIMES, &extra, &parts, &accesses, &buffers,
                             );
                         }
+                        let tuning =
+                            tuning.unwrap_or_else(|| Tuning::of(gpu, encoding, blocks, groups, pass));
                         let cut = Cut::new(gpu, uniform, pass, tuning);
                         CodedOp::new(
                             gpu, name, encoding, cut, shape, TIMES, &extra, &parts, &accesses, &buffers,
@@ -269,10 +274,29 @@ impl GateUp {
         x: &ExpertInput<'_>,
         hidden: &Hidden,
     ) -> Result<Self, GpuError> {
+        Self::tuned(gpu, layout, slots, list, x, hidden, None)
+    }
+
+    /// The same, one token's cut as said: for measurements.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    ///
+    /// # Panics
+    /// As there, and if `tuning` is not one of those that its fields name.
+    pub fn tuned(
+        gpu: &Gpu,
+        layout: &ExpertLayout,
+        slots: &Slice,
+        list: &WorkList,
+        x: &ExpertInput<'_>,
+        hidden: &Hidden,
+        tuning: Option<Tuning>,
+    ) -> Result<Self, GpuError> {
         layout.assert_slots(slots);
         assert!(list.most_pairs() <= GRID, "{} pairs", list.most_pairs());
         let how = match layout.fused() {
-            Some(codes) => Self::fused(gpu, layout, slots, list, x, hidden, codes)?,
+            Some(codes) => Self::fused(gpu, layout, slots, list, x, hidden, codes, tuning)?,
             None => Self::apart(gpu, layout, slots, list, x, hidden)?,
         };
         Ok(Self { layout: layout.clone(), list: list.clone(), how })
@@ -286,6 +310,7 @@ impl GateUp {
         x: &ExpertInput<'_>,
         hidden: &Hidden,
         (encoding, uniform, down): (Encoding, Uniform, Uniform),
+        tuning: Option<Tuning>,
     ) -> Result<How, GpuError> {
         let x = coded_operand(layout, 0, x, list.tokens);
         let plane = coded_hidden(layout, down, hidden, list.most_pairs());
@@ -323,9 +348,10 @@ impl GateUp {
         let lone = match hidden {
             Hidden::Coded(_, Lone { values, post }) if layout.is_lone(gpu, list.top_k) => {
                 let all = 2 * layout.d_expert().div_ceil(ROWS) * TIMES;
-                let cut = Cut::new(gpu, uniform, 1, Tuning::of(all, groups, 1));
+                let tuning = tuning.unwrap_or_else(|| Tuning::of_either(gpu, encoding, all, groups));
+                let cut = Cut::new(gpu, uniform, 1, tuning);
                 let (mut constants, core) = cut.core(encoding, 1, groups, Repeated::on(gpu)?);
-                constants.extend([("GROUP", 64), ("TEAM", 4), ("TOP_K", list.top_k as u32), ("LIST", 3)]);
+                constants.extend([("GROUP", 64), ("TEAM", 4), ("LIST", 3)]);
                 let parts = [QUANTISE, &core, LIST, GLU, include_str!("wgsl/experts_gate_up_lone.wgsl")];
                 let kernel = gpu.kernel(&Shader {
                     name: "experts' gate and up, one token",
@@ -359,7 +385,7 @@ impl GateUp {
                 assert_plane(x, list.tokens, layout.d_model());
                 X::Float(x)
             };
-            Projection::new(gpu, layout, i, slots, list, x, Rows::Tokens, out)
+            Projection::new(gpu, layout, i, slots, list, x, Rows::Tokens, out, None)
         };
         let (gate, up) = (projection(0, &gates)?, projection(1, &ups)?);
         let (group, groups, text, outputs) = match hidden {
@@ -472,6 +498,25 @@ impl Down {
         hidden: &Hidden,
         y: &Slice,
     ) -> Result<Self, GpuError> {
+        Self::tuned(gpu, layout, slots, list, hidden, y, None)
+    }
+
+    /// The same, coded products cut as said: for measurements.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    ///
+    /// # Panics
+    /// As there, and if `tuning` is not one of those that its fields name.
+    pub fn tuned(
+        gpu: &Gpu,
+        layout: &ExpertLayout,
+        slots: &Slice,
+        list: &WorkList,
+        hidden: &Hidden,
+        y: &Slice,
+        tuning: Option<Tuning>,
+    ) -> Result<Self, GpuError> {
         layout.assert_slots(slots);
         assert!(list.most_pairs() <= GRID, "{} pairs", list.most_pairs());
         let x = match (layout.tiles(2), hidden) {
@@ -490,7 +535,7 @@ impl Down {
             }
             (None, Hidden::Coded(..)) => panic!("down takes floats"),
         };
-        let product = Projection::new(gpu, layout, 2, slots, list, x, Rows::Places, y)?;
+        let product = Projection::new(gpu, layout, 2, slots, list, x, Rows::Places, y, tuning)?;
         Ok(Self { layout: layout.clone(), list: list.clone(), product })
     }
 

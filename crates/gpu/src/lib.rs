@@ -11,7 +11,9 @@
 //! layers nor where experts come from.
 
 mod attention;
+mod ceiling;
 mod coded;
+mod cut;
 mod device;
 mod error;
 mod experts;
@@ -20,6 +22,7 @@ mod hidden;
 mod import;
 mod memory;
 mod norm;
+mod normed;
 mod plane;
 mod quantise;
 mod rope;
@@ -29,7 +32,9 @@ mod step;
 mod work;
 
 pub use attention::{Attention, AttentionHeads, AttentionOutputs, AttentionScratch};
-pub use coded::{CodedMatmul, Columns, ExactMatmul, Tuning, Weights};
+pub use ceiling::{CopyKernel, Links};
+pub use coded::{CodedMatmul, Columns, ExactMatmul, Weights};
+pub use cut::{Lanes, Tuning};
 pub use device::{DeviceFacts, DeviceKind, Fault, Gpu, Software, devices};
 pub use error::GpuError;
 pub use experts::{Down, ExpertInput, ExpertLayout, GateUp};
@@ -38,10 +43,13 @@ pub use hidden::{Hidden, Lone};
 pub use import::{Keep, Segments};
 pub use memory::{Arena, Fork, Slice};
 pub use norm::{Delta, Embed, Halt, MixNorm, NormOutputs, Shared};
+pub use normed::{NormInput, NormMatmul};
 pub use plane::CodedPlane;
 pub use quantise::Quantise;
-pub use rope::{Angles, KV_BLOCK, KvFormat, KvLayout, Projections, QkNorm, RopeAppend, RopePairs, Rows};
+pub use rope::{
+    Angles, KV_BLOCK, KvFormat, KvLayout, Projections, QkNorm, RopeAppend, RopeInput, RopePairs, Rows,
+};
 pub use route::{Argmax, Route, RouteInputs, RouteOutputs, RouterNorm};
-pub use shader::{Access, Kernel, Op, Shader};
+pub use shader::{Access, Idle, Kernel, Op, Shader};
 pub use step::{Readback, Recorded, Step, Submitted};
 pub use work::WorkList;

@@ -177,7 +177,16 @@ pub struct Shared<'a> {
 }
 
 impl Delta<'_> {
-    fn bindings(&self) -> usize {
+    /// Planes that a token's sum is of.
+    pub(crate) fn planes(&self) -> usize {
+        match self {
+            Self::None => 0,
+            Self::Plane(..) => 1,
+            Self::Experts { top_k, shared, .. } => top_k + usize::from(shared.is_some()),
+        }
+    }
+
+    pub(crate) fn bindings(&self) -> usize {
         match self {
             Self::None => 0,
             Self::Plane(_, bias) => 1 + usize::from(bias.is_some()),
@@ -187,7 +196,7 @@ impl Delta<'_> {
         }
     }
 
-    fn check(&self, tokens: usize, d: usize) {
+    pub(crate) fn check(&self, tokens: usize, d: usize) {
         match self {
             Self::None => {}
             Self::Plane(plane, bias) => {
@@ -289,6 +298,11 @@ impl NormCut {
     /// # Panics
     /// If there are none, or too many for registers.
     pub(crate) fn new(gpu: &Gpu, d: usize, group: Option<usize>, threads: Option<usize>) -> Self {
+        Self::try_new(gpu, d, group, threads).unwrap_or_else(|| panic!("a norm of {d} values"))
+    }
+
+    /// The same; none if there are none, or too many.
+    pub(crate) fn try_new(gpu: &Gpu, d: usize, group: Option<usize>, threads: Option<usize>) -> Option<Self> {
         let group = group.unwrap_or(64);
         let team = gpu.team(group);
         let groups = d.div_ceil(group);
@@ -296,8 +310,12 @@ impl NormCut {
         let threads = threads.unwrap_or(as_wide);
         let rounds = groups.div_ceil(threads / team);
         let cut = Self { d, group, team, groups, threads, rounds };
-        assert!(d > 0 && cut.held() <= HELD, "a norm of {d} values");
-        cut
+        (d > 0 && cut.held() <= HELD).then_some(cut)
+    }
+
+    /// Bytes that a workgroup shares.
+    pub(crate) const fn shared_bytes(self) -> u32 {
+        (4 * self.rounds * self.threads / self.team) as u32
     }
 
     /// Vectors that a lane holds.
@@ -314,7 +332,7 @@ impl NormCut {
             .constant("D_GROUPS", self.groups)
             .constant("THREADS", self.threads)
             .constant("ROUNDS", self.rounds)
-            .constant("AHEAD", if held <= AHEAD { held } else { 1 })
+            .constant("AHEAD", if held <= AHEAD { held } else { 0 })
     }
 }
 

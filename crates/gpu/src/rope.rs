@@ -4,6 +4,7 @@ use crate::norm::{Draft, demand};
 use crate::shader::{Access, Op};
 use crate::{Gpu, GpuError, Slice, Step};
 
+const HEADS: &str = include_str!("wgsl/rope_heads.wgsl");
 const ROPE: &str = include_str!("wgsl/rope.wgsl");
 
 /// Positions of a block of the cache.
@@ -137,6 +138,93 @@ pub struct Rows<'a> {
     pub tables: &'a Slice,
 }
 
+/// What queries, keys and values are made of.
+#[derive(Clone, Copy, Debug)]
+pub struct RopeInput<'a> {
+    /// As the products left them.
+    pub projections: Projections<'a>,
+    /// None if there is no norm.
+    pub norm: Option<QkNorm<'a>>,
+    /// Of all positions.
+    pub angles: Angles<'a>,
+}
+
+impl<'a> RopeInput<'a> {
+    /// Panics if a shape does not match.
+    pub(crate) fn check(&self, tokens: usize, n_heads: usize, kv: KvLayout) {
+        let Self { projections: Projections { plane, stride, at: [q_at, k_at, v_at], bias }, norm, angles } =
+            *self;
+        let KvLayout { n_kv_heads, head_dim, value_dim, .. } = kv;
+        demand(plane, tokens * stride, "projections");
+        for (at, width) in
+            [(q_at, n_heads * head_dim), (k_at, n_kv_heads * head_dim), (v_at, n_kv_heads * value_dim)]
+        {
+            assert!(at + width <= stride, "columns {at} + {width} of {stride}");
+        }
+        assert!(
+            angles.dim.is_multiple_of(2) && (2..=head_dim).contains(&angles.dim),
+            "{} rotated of {head_dim}",
+            angles.dim
+        );
+        demand(angles.table, angles.positions * angles.dim, "angles");
+        bias.iter().for_each(|bias| demand(bias, stride, "biases of projections"));
+        if let Some(norm) = norm {
+            let heads = if norm.whole { n_heads + n_kv_heads } else { 2 };
+            demand(norm.weights, heads * head_dim, "weights of the QK-norm");
+        }
+    }
+
+    /// Buffers that it binds.
+    pub(crate) fn bindings(&self) -> usize {
+        2 + usize::from(self.projections.bias.is_some()) + usize::from(self.norm.is_some())
+    }
+
+    /// Epsilon of its norm.
+    pub(crate) fn eps(&self) -> f32 {
+        self.norm.map_or(1.0, |norm| norm.eps)
+    }
+
+    /// rope_heads.wgsl and what it needs but HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM, for so many heads of a workgroup.
+    pub(crate) fn draft(&self, draft: Draft<'a>, kv: KvLayout, at_once: usize) -> Draft<'a> {
+        let Self { projections: Projections { plane, stride, at: [q_at, k_at, v_at], bias }, norm, angles } =
+            *self;
+        let draft = draft
+            .constant("HEADS_AT_ONCE", at_once)
+            .constant("WIDEST", kv.head_dim.max(kv.value_dim))
+            .constant("HALF", angles.dim / 2)
+            .constant("STRIDE", stride)
+            .constant("Q_AT", q_at)
+            .constant("K_AT", k_at)
+            .constant("V_AT", v_at)
+            .constant("TYPE", kv.format.number())
+            .constant("ROW_WORDS", kv.row_bytes() / 4)
+            .flag("NORM", norm.is_some())
+            .flag("WHOLE", norm.is_some_and(|norm| norm.whole))
+            .flag("INTERLEAVED", angles.pairs == RopePairs::Neighbours)
+            .buffer("plane", "f32", Access::Read, plane)
+            .buffer("angles", "vec2<f32>", Access::Read, angles.table);
+        let draft = match bias {
+            Some(bias) => draft
+                .buffer("bias", "f32", Access::Read, bias)
+                .text("fn projected(token: u32, column: u32) -> f32 { ")
+                .text("return plane[token * STRIDE + column] + bias[column]; }\n"),
+            None => draft
+                .text("fn projected(token: u32, column: u32) -> f32 { ")
+                .text("return plane[token * STRIDE + column]; }\n"),
+        };
+        let draft = match norm {
+            Some(norm) => draft
+                .buffer("norms", "f32", Access::Read, norm.weights)
+                .text("fn norm_weight(at: u32) -> f32 { return norms[at]; }\n")
+                .text("fn normed(x: f32, w: f32, inverse: f32) -> f32 { return w * (x * inverse); }\n"),
+            None => draft
+                .text("fn norm_weight(at: u32) -> f32 { return 1.0; }\n")
+                .text("fn normed(x: f32, w: f32, inverse: f32) -> f32 { return x; }\n"),
+        };
+        draft.text(HEADS)
+    }
+}
+
 /// Bias, QK-norm, RoPE; queries to a plane, keys and values to the cache.
 ///
 /// `q = turn(norm(plane + bias))` and so on, in one dispatch. The bits are those of the CPU (`rms_norm_in_place`,
@@ -165,77 +253,29 @@ impl RopeAppend {
         tokens: usize,
         n_heads: usize,
         kv: KvLayout,
-        projections: Projections<'_>,
-        norm: Option<QkNorm<'_>>,
-        angles: Angles<'_>,
+        input: RopeInput<'_>,
         rows: Rows<'_>,
         queries: &Slice,
         cache: &Slice,
     ) -> Result<Self, GpuError> {
-        let Projections { plane, stride, at: [q_at, k_at, v_at], bias } = projections;
-        let KvLayout { format, n_kv_heads, head_dim, value_dim } = kv;
+        let KvLayout { n_kv_heads, head_dim, value_dim, .. } = kv;
         kv.check(cache);
         assert!(n_heads > 0 && n_heads.is_multiple_of(n_kv_heads), "{n_heads} heads of {n_kv_heads}");
-        demand(plane, tokens * stride, "projections");
-        for (at, width) in
-            [(q_at, n_heads * head_dim), (k_at, n_kv_heads * head_dim), (v_at, n_kv_heads * value_dim)]
-        {
-            assert!(at + width <= stride, "columns {at} + {width} of {stride}");
-        }
-        assert!(
-            angles.dim.is_multiple_of(2) && (2..=head_dim).contains(&angles.dim),
-            "{} rotated of {head_dim}",
-            angles.dim
-        );
-        demand(angles.table, angles.positions * angles.dim, "angles");
+        input.check(tokens, n_heads, kv);
         demand(rows.rows, 4 * tokens, "rows");
         demand(queries, tokens * n_heads * head_dim, "queries");
-        bias.iter().for_each(|bias| demand(bias, stride, "biases of projections"));
-        let whole = norm.is_some_and(|norm| norm.whole);
-        if let Some(norm) = norm {
-            let heads = if whole { n_heads + n_kv_heads } else { 2 };
-            demand(norm.weights, heads * head_dim, "weights of the QK-norm");
-        }
         let draft = Draft::default()
             .constant("HEADS", n_heads)
             .constant("KV_HEADS", n_kv_heads)
             .constant("HEAD_DIM", head_dim)
             .constant("VALUE_DIM", value_dim)
-            .constant("WIDEST", head_dim.max(value_dim))
-            .constant("HALF", angles.dim / 2)
-            .constant("STRIDE", stride)
-            .constant("Q_AT", q_at)
-            .constant("K_AT", k_at)
-            .constant("V_AT", v_at)
-            .constant("TYPE", format.number())
-            .constant("ROW", kv.row_bytes() / 4)
-            .flag("NORM", norm.is_some())
-            .flag("WHOLE", whole)
-            .flag("INTERLEAVED", angles.pairs == RopePairs::Neighbours)
-            .buffer("plane", "f32", Access::Read, plane)
-            .buffer("angles", "vec2<f32>", Access::Read, angles.table)
             .buffer("rows", "vec4<u32>", Access::Read, rows.rows)
             .buffer("tables", "u32", Access::Read, rows.tables)
             .buffer("out", "f32", Access::Write, queries)
             .buffer("cache", "u32", Access::Write, cache);
-        let draft = match bias {
-            Some(bias) => draft
-                .buffer("bias", "f32", Access::Read, bias)
-                .text("fn projected(token: u32, column: u32) -> f32 { ")
-                .text("return plane[token * STRIDE + column] + bias[column]; }\n"),
-            None => draft
-                .text("fn projected(token: u32, column: u32) -> f32 { ")
-                .text("return plane[token * STRIDE + column]; }\n"),
-        };
-        let draft = match norm {
-            Some(norm) => draft.buffer("norms", "f32", Access::Read, norm.weights).text(
-                "fn normed(x: f32, at: u32, inverse: f32) -> f32 { return norms[at] * (x * inverse); }\n",
-            ),
-            None => draft.text("fn normed(x: f32, at: u32, inverse: f32) -> f32 { return x; }\n"),
-        };
-        let op = draft.float(64, 4).text(ROPE).op(gpu, "rope")?;
+        let op = input.draft(draft.float(64, 4), kv, AT_ONCE).text(ROPE).op(gpu, "rope")?;
         let parts = (n_heads + 2 * n_kv_heads).div_ceil(AT_ONCE);
-        Ok(Self { op, tokens, parts, eps: norm.map_or(1.0, |norm| norm.eps) })
+        Ok(Self { op, tokens, parts, eps: input.eps() })
     }
 
     /// Records it for the first `tokens` tokens.

@@ -64,11 +64,13 @@ pub struct RouteInputs<'a> {
     pub slots: &'a Slice,
 }
 
-/// What a [`MixNorm`](crate::MixNorm) does: `hidden = fma(added + bias, residual, hidden)`, and its norm to the router's input, and as int8.
+/// What a [`MixNorm`](crate::MixNorm) does: `hidden = fma(added + bias, residual, hidden)`, or of `before`, and its norm to the router's input, and as int8.
 #[derive(Clone, Copy, Debug)]
 pub struct RouterNorm<'a> {
-    /// `[tokens, cols]`.
+    /// `[tokens, cols]`: where the sum goes.
     pub hidden: &'a Slice,
+    /// `[1, cols]`: what they were, if that is elsewhere.
+    pub before: Option<&'a Slice>,
     /// `[cols]`, what the norm multiplies by.
     pub weight: &'a Slice,
     /// `[tokens, cols]`.
@@ -208,14 +210,18 @@ impl Route {
             8 + usize::from(seen.is_some()) + usize::from(bias.is_some()) + usize::from(correction.is_some());
         let norm = match (norm, router) {
             (Some(norm), Some((matrix, _, cut))) if cut.is_one_row() && matrix.cols().is_multiple_of(8) => {
-                let RouterNorm { hidden, weight, added, bias, coded, .. } = norm;
+                let RouterNorm { hidden, before, weight, added, bias, coded, .. } = norm;
                 let cols = matrix.cols();
                 demand(hidden, tokens * cols, "hidden states");
+                before.iter().for_each(|before| demand(before, cols, "hidden states"));
                 demand(weight, cols, "weights of a norm");
                 demand(added, tokens * cols, "what is added");
                 bias.iter().for_each(|bias| demand(bias, cols, "a bias"));
                 coded.iter().for_each(|coded| demand_coded(coded, tokens, cols));
-                let more = 3 + usize::from(bias.is_some()) + 2 * usize::from(coded.is_some());
+                let more = 3
+                    + usize::from(before.is_some())
+                    + usize::from(bias.is_some())
+                    + 2 * usize::from(coded.is_some());
                 let fits =
                     bound + more <= gpu.most_bindings() && 4 * cols + SHARED <= gpu.shared_bytes() as usize;
                 fits.then_some(norm)
@@ -317,7 +323,14 @@ impl Route {
                     };
                     draft =
                         draft.flag("NORMED", true).flag("CODED", norm.coded.is_some()).flag("CHANGED", true);
-                    draft = draft.plane("hidden", cols, Access::Write, norm.hidden);
+                    draft = match norm.before {
+                        Some(before) => draft
+                            .plane("hidden", cols, Access::Read, before)
+                            .plane("after", cols, Access::Write, norm.hidden)
+                            .text("fn store_hidden(row: u32, chunk: u32, v: vec4<f32>) { ")
+                            .text("store_after(row, chunk, v); }\n"),
+                        None => draft.plane("hidden", cols, Access::Write, norm.hidden),
+                    };
                     draft = draft.plane("weight", cols, Access::Read, norm.weight).text(NORM_ROW);
                     draft = add_delta(draft, Delta::Plane(norm.added, norm.bias), cols);
                     draft = match norm.coded {

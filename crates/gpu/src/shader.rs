@@ -44,7 +44,7 @@ pub struct Kernel {
     pub(crate) name: String,
     pub(crate) pipeline: wgpu::ComputePipeline,
     layout: wgpu::BindGroupLayout,
-    bindings: usize,
+    bindings: Vec<Access>,
 }
 
 /// A kernel over the buffers it works on.
@@ -60,6 +60,29 @@ impl Kernel {
     pub fn name(&self) -> &str {
         &self.name
     }
+}
+
+/// Kernels as they are, but for a body that returns at once: what is left is what it costs to dispatch them.
+#[derive(Debug, Default)]
+pub struct Idle {
+    /// Of those that have a twin.
+    twins: Vec<(Arc<Kernel>, Kernel)>,
+}
+
+impl Idle {
+    /// What runs in a kernel's place.
+    pub(crate) fn twin_of(&self, kernel: &Arc<Kernel>) -> Option<&Kernel> {
+        self.twins.iter().find(|(of, _)| Arc::ptr_eq(of, kernel)).map(|(_, twin)| twin)
+    }
+}
+
+/// The same kernel with a body that returns at once, which its compiler cannot know: it takes the registers, the shared
+/// memory and the bindings that it took. None if its immediates have no `nothing`.
+fn idle_source(source: &str) -> Option<String> {
+    let main = source.find("fn main(")?;
+    let body = main + source[main..].find(") {")? + 3;
+    let (head, rest) = source.split_at(body);
+    source.contains("nothing: u32").then(|| format!("{head}\n    if (p.nothing == 0u) {{ return; }}{rest}"))
 }
 
 impl Op {
@@ -85,6 +108,29 @@ impl Gpu {
         parts.map(|(name, source)| (name.to_owned(), source.to_owned())).collect()
     }
 
+    /// Twins of these kernels that do nothing, of those that can have one.
+    ///
+    /// # Errors
+    /// If the device refuses one.
+    pub fn idle(&self, kernels: &[Arc<Kernel>]) -> Result<Idle, GpuError> {
+        let mut sources = Vec::new();
+        {
+            let compiled = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
+            for (key, kernel) in compiled.iter() {
+                if kernels.iter().any(|wanted| Arc::ptr_eq(wanted, kernel)) {
+                    let source = key.split_once('\n').and_then(|(_, source)| idle_source(source));
+                    sources.extend(source.map(|source| (kernel.clone(), source)));
+                }
+            }
+        }
+        let twins = sources.into_iter().map(|(kernel, source)| {
+            let shader = Shader { name: &kernel.name, source: source.into(), bindings: &kernel.bindings };
+            let twin = self.compile(&shader)?;
+            Ok((kernel, twin))
+        });
+        Ok(Idle { twins: twins.collect::<Result<_, GpuError>>()? })
+    }
+
     /// Compiles a shader, or finds it compiled.
     ///
     /// # Errors
@@ -93,8 +139,8 @@ impl Gpu {
         self.kernel_once(&format!("{}\n{}", shader.name, shader.source), || self.compile(shader))
     }
 
-    /// The layouts of kernels with such bindings. Kernels share them: where one follows another of the same, nothing is
-    /// bound or cleared but what differs.
+    /// The layouts of kernels with such bindings. Kernels share them: where one follows another of the same, the host has
+    /// less to record. The device does not mind (EXP-GPU-08).
     fn layouts(&self, bindings: &[Access]) -> Layouts {
         let mut layouts = self.layouts.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(found) = layouts.get(bindings) {
@@ -156,7 +202,7 @@ impl Gpu {
         let (pipeline, layout) = made.and_then(|made| made).map_err(refused)?;
         self.check()?;
         let name = shader.name.to_owned();
-        Ok(Kernel { name, pipeline, layout, bindings: shader.bindings.len() })
+        Ok(Kernel { name, pipeline, layout, bindings: shader.bindings.to_vec() })
     }
 
     /// Binds buffers to a kernel, in the order of its bindings.
@@ -167,7 +213,7 @@ impl Gpu {
     /// # Panics
     /// If there are too few or too many.
     pub fn bind(&self, kernel: &Arc<Kernel>, buffers: &[&Slice]) -> Result<Op, GpuError> {
-        assert_eq!(buffers.len(), kernel.bindings, "buffers of {}", kernel.name);
+        assert_eq!(buffers.len(), kernel.bindings.len(), "buffers of {}", kernel.name);
         let entries: Vec<_> = buffers
             .iter()
             .enumerate()
@@ -193,5 +239,20 @@ impl Gpu {
             why,
         })?;
         Ok(Op { kernel: kernel.clone(), group })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::idle_source;
+
+    #[test]
+    fn an_idle_twin_returns_before_anything_else() {
+        let source =
+            "struct P { n: u32, nothing: u32 }\nfn f(a: u32) { }\nfn main(@builtin(x) a: u32) {\n    b();\n}";
+        let idle = idle_source(source);
+        let expected = "{\n    if (p.nothing == 0u) { return; }\n    b();\n}";
+        assert!(idle.is_some_and(|idle| idle.ends_with(expected)));
+        assert_eq!(idle_source("fn main() {\n}"), None);
     }
 }

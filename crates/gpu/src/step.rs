@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::device::{DeviceKind, IMMEDIATES};
 use crate::memory::Slice;
-use crate::shader::{Kernel, Op};
+use crate::shader::{Idle, Kernel, Op};
 use crate::{Gpu, GpuError};
 
 /// Commands on their way to the device. Each kernel sees what those before it wrote.
@@ -18,6 +18,7 @@ pub struct Step {
     dispatches: u32,
     profile: Option<Profile>,
     without: Option<LeftOut>,
+    idle: Option<Arc<Idle>>,
 }
 
 /// A kernel that is not recorded.
@@ -78,7 +79,15 @@ impl Gpu {
     #[must_use]
     pub fn step(&self) -> Step {
         let encoder = self.device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
-        Step { queue: self.queue.clone(), pass: None, encoder, dispatches: 0, profile: None, without: None }
+        Step {
+            queue: self.queue.clone(),
+            pass: None,
+            encoder,
+            dispatches: 0,
+            profile: None,
+            without: None,
+            idle: None,
+        }
     }
 
     /// An empty step whose kernels are timed by the device's own clock; none if it cannot.
@@ -245,7 +254,8 @@ impl Step {
             let desc = wgpu::ComputePassDescriptor { label: None, timestamp_writes: None };
             self.encoder.begin_compute_pass(&desc).forget_lifetime()
         });
-        pass.set_pipeline(&op.kernel.pipeline);
+        let twin = self.idle.as_ref().and_then(|idle| idle.twin_of(&op.kernel));
+        pass.set_pipeline(&twin.unwrap_or(&op.kernel).pipeline);
         pass.set_bind_group(0, &op.group, &[]);
         pass.set_immediates(0, bytemuck::cast_slice(&immediates));
         let at =
@@ -283,6 +293,11 @@ impl Step {
     /// Leaves a kernel out from now on: for who wants to know what it takes among the others.
     pub fn leave_out(&mut self, kernel: Arc<Kernel>) {
         self.without = Some(LeftOut { kernel, times: 0, grid: [0; 3] });
+    }
+
+    /// Runs kernels' twins in their place from now on: for who wants to know what dispatching takes.
+    pub fn idle(&mut self, idle: Arc<Idle>) {
+        self.idle = Some(idle);
     }
 
     /// How often it was left out, and its workgroups when it last was.

@@ -14,8 +14,9 @@ use smoe_format::{Encoding, LayerTable, Table, TensorEntry, Uniform, Zero};
 use smoe_gpu::{
     Angles, Argmax, Attention, AttentionHeads, AttentionOutputs, AttentionScratch, CodedMatmul, CodedPlane,
     Columns, Delta, Down, Embed, ExactMatmul, ExpertInput, ExpertLayout, FloatMatmul, GateUp, Gpu, GpuError,
-    Hidden, KV_BLOCK, KvFormat, KvLayout, MixNorm, NormOutputs, Projections, QkNorm, Quantise, RopeAppend,
-    RopePairs, Route, RouteInputs, RouteOutputs, Rows, Shared, Slice, Weights, WorkList,
+    Hidden, KV_BLOCK, KvFormat, KvLayout, Lanes, MixNorm, NormOutputs, Projections, QkNorm, Quantise,
+    RopeAppend, RopeInput, RopePairs, Route, RouteInputs, RouteOutputs, Rows, Shared, Slice, Tuning, Weights,
+    WorkList,
 };
 
 /// A kernel in Metal's language.
@@ -162,6 +163,8 @@ fn products(gpu: &Gpu) -> Result<(), GpuError> {
             let coded = CodedPlane::new(gpu, tokens, cols, uniform.group())?;
             Quantise::new(gpu, &x, &coded)?;
             CodedMatmul::new(gpu, &matrix(encoding, cols), &coded, &out)?;
+            let tuning = Some(Tuning { threads: 128, lanes: Lanes::Wide(2) });
+            CodedMatmul::tuned(gpu, &matrix(encoding, cols), &coded, &out, tuning)?;
         }
         ExactMatmul::new(gpu, &matrix(encoding, cols), &x, tokens, &out)?;
     }
@@ -250,13 +253,16 @@ fn layer(gpu: &Gpu) -> Result<(), GpuError> {
             let projections = Projections { plane: &projected, stride, at, bias };
             let norm = Some(QkNorm { weights: &norms, eps: 1e-6, whole });
             let angles = Angles { table: &angles, positions: context, dim, pairs };
-            RopeAppend::new(gpu, tokens, n_heads, kv, projections, norm, angles, rows, &queries, &cache)?;
-            RopeAppend::new(gpu, tokens, n_heads, kv, projections, None, angles, rows, &queries, &cache)?;
-        }
-        for (sinks, coded) in [(None, None), (Some(&sinks), Some(&mixed_coded))] {
-            let heads = AttentionHeads { n_heads, scale: 0.125, sinks };
-            let outputs = AttentionOutputs { plane: Some(&mixed), coded };
-            Attention::new(gpu, tokens, kv, heads, &queries, &cache, rows, &scratch, outputs)?;
+            for norm in [norm, None] {
+                let input = RopeInput { projections, norm, angles };
+                RopeAppend::new(gpu, tokens, n_heads, kv, input, rows, &queries, &cache)?;
+            }
+            for (sinks, coded) in [(None, None), (Some(&sinks), Some(&mixed_coded))] {
+                let heads = AttentionHeads { n_heads, scale: 0.125, sinks };
+                let outputs = AttentionOutputs { plane: coded.is_none().then_some(&mixed), coded };
+                let turns = Some(RopeInput { projections, norm, angles });
+                Attention::new(gpu, tokens, kv, heads, &queries, &cache, rows, &scratch, outputs, turns)?;
+            }
         }
     }
 
@@ -292,9 +298,14 @@ fn layer(gpu: &Gpu) -> Result<(), GpuError> {
 /// A source as a device gets it whose multiply-adds are fused, which Metal's are.
 fn fused(source: &str) -> String {
     const PLAYED: &str = include_str!("../src/wgsl/quantise_fma_played.wgsl");
+    // Devices with wide subgroups exchange by them.
+    let source = source.replace(
+        include_str!("../src/wgsl/coded_wide_played.wgsl"),
+        include_str!("../src/wgsl/coded_wide_exchange.wgsl"),
+    );
     match source.strip_suffix(PLAYED) {
         Some(rest) => rest.replace("fma1(", "fma(") + include_str!("../src/wgsl/quantise_fma.wgsl"),
-        None => source.to_owned(),
+        None => source,
     }
 }
 

@@ -13,7 +13,7 @@ use smoe_format::tile::ROWS;
 use smoe_format::{Encoding, LayerTable, Table, TensorEntry, Uniform, Zero};
 use smoe_gpu::{
     CodedMatmul, CodedPlane, Columns, Down, ExactMatmul, ExpertInput, ExpertLayout, FloatMatmul, GateUp, Gpu,
-    Hidden, Quantise, Slice, Step, Tuning, Weights, WorkList,
+    Hidden, Lanes, Quantise, Slice, Step, Tuning, Weights, WorkList,
 };
 use smoe_kernels::{Activations, Kernels, Matrix, Shard};
 
@@ -271,10 +271,34 @@ fn long_rows_go_round_by_round_and_short_ones_share_a_workgroup() {
     assert_coded(gpu, q4, (32, 64 * 70), &[1], None, &mut random, |_| {});
     assert_coded(gpu, q4, (40, 64 * 129 - 3), &[1], None, &mut random, |_| {});
     assert_coded(gpu, q4, (32 * 600, 64), &[1], None, &mut random, |_| {});
-    for (threads, items) in [(64, 1), (64, 2), (128, 1), (256, 2)] {
-        let tuning = Some(Tuning { threads, items });
+    for threads in [64, 128, 256] {
+        let tuning = Some(Tuning { threads, lanes: Lanes::Four });
         assert_coded(gpu, q4, (65, 64 * 37), &[1, 4], tuning, &mut random, |_| {});
     }
+}
+
+#[test]
+fn tiles_that_32_lanes_share_have_the_cpus_bits() {
+    let Some(gpu) = device() else { return };
+    let mut random = Random(14);
+    let [q4, q8] = [4, 8].map(|bits| coded(bits, 64, Zero::Symmetric));
+    // One round that all subgroups fill, one that they do not, several; rows and columns past the last whole tile.
+    for (threads, ahead, shape) in
+        [(128, 4, (32, 64 * 16)), (256, 4, (70, 64 * 13 - 5)), (64, 2, (33, 64 * 37)), (128, 1, (64, 200))]
+    {
+        let tuning = Some(Tuning { threads, lanes: Lanes::Wide(ahead) });
+        for codes in [q4, q8] {
+            assert_coded(gpu, codes, shape, &[1, 2], tuning, &mut random, |_| {});
+            assert_coded(gpu, codes, shape, &[1], tuning, &mut random, |x| x[130] = f32::NAN);
+        }
+    }
+    let taken = |(_, source): &(String, String)| source.contains("fn take_tiles(");
+    assert!(gpu.sources().iter().any(taken), "no tile was shared");
+    // What they cannot share is cut as ever.
+    let tuning = Some(Tuning { threads: 128, lanes: Lanes::Wide(4) });
+    assert_coded(gpu, coded(4, 64, Zero::Affine), (40, 300), &[1], tuning, &mut random, |_| {});
+    assert_coded(gpu, Table::IQ4_NL.with_group(64).unwrap(), (40, 300), &[1], tuning, &mut random, |_| {});
+    assert_coded(gpu, q4, (32, 64 * 130), &[1], tuning, &mut random, |_| {});
 }
 
 #[test]
@@ -463,6 +487,20 @@ impl Layer {
         random: &mut Random,
         spoil: impl Fn(&mut Vec<f32>),
     ) {
+        self.check_tuned(gpu, tokens, top_k, experts, random, spoil, None);
+    }
+
+    /// The same, a lone token's products cut as said.
+    fn check_tuned(
+        &self,
+        gpu: &Gpu,
+        tokens: usize,
+        top_k: usize,
+        experts: &[(u32, Vec<u32>)],
+        random: &mut Random,
+        spoil: impl Fn(&mut Vec<f32>),
+        tuning: Option<Tuning>,
+    ) {
         let (d_model, all_coded) =
             (self.layout.d_model(), self.table.tensors.iter().all(|t| is_coded(t.encoding)));
         let mut x = random.values(tokens * d_model);
@@ -480,8 +518,8 @@ impl Layer {
         let hidden = Hidden::new(gpu, &self.layout, list.most_pairs()).unwrap();
         let poison = 0x7fc0_1234u32;
         let y = upload(gpu, &poison.to_le_bytes().repeat(list.most_pairs() * d_model));
-        let gate_up = GateUp::new(gpu, &self.layout, &slots, &list, &input, &hidden).unwrap();
-        let down = Down::new(gpu, &self.layout, &slots, &list, &hidden, &y).unwrap();
+        let gate_up = GateUp::tuned(gpu, &self.layout, &slots, &list, &input, &hidden, tuning).unwrap();
+        let down = Down::tuned(gpu, &self.layout, &slots, &list, &hidden, &y, tuning).unwrap();
         // Again, as each must leave everything ready for the next time.
         for _ in 0..2 {
             run(gpu, |step| {
@@ -566,6 +604,24 @@ fn a_lone_tokens_hidden_values_are_quantised_by_down() {
         let experts = assignment(1, 5, 4, &mut random);
         layer.check(gpu, 1, 5, &experts, &mut random, |_| {});
         layer.check(gpu, 1, 5, &experts, &mut random, |x| x[shape.0 / 2] = f32::NAN);
+    }
+}
+
+#[test]
+fn a_lone_tokens_experts_have_the_cpus_bits_where_32_lanes_share_a_tile() {
+    let Some(gpu) = device() else { return };
+    let mut random = Random(29);
+    let [q4, q8] = [q(4, 64, Zero::Symmetric), q(8, 64, Zero::Symmetric)];
+    for (encodings, shape, threads, ahead) in [
+        ([q4; 3], (200, 152), 128, 2),
+        ([q4, q4, q8], (64 * 9, 96), 64, 2),
+        ([q8, q8, q4], (96, 64 * 5), 256, 4),
+    ] {
+        let layer = Layer::new(encodings, shape, 4, &mut random);
+        let experts = assignment(1, 5, 4, &mut random);
+        let tuning = Some(Tuning { threads, lanes: Lanes::Wide(ahead) });
+        layer.check_tuned(gpu, 1, 5, &experts, &mut random, |_| {}, tuning);
+        layer.check_tuned(gpu, 1, 5, &experts, &mut random, |x| x[shape.0 / 2] = f32::NAN, tuning);
     }
 }
 

@@ -4,17 +4,18 @@
 //! several times what a cache holds, so weights come from memory. GB/s counts bytes of weights (of copies: read
 //! and written). Steps are handed over without waiting, so that the host records one while the device does the
 //! one before; what one step takes is subtracted from what several take, and with it the cost of handing over
-//! and waiting. Medians of seven. `of_bound` holds each against the bytes at the speed of a copy, and what a dispatch costs
+//! and waiting. A dispatch that waits for another is recorded before it is handed over: the host takes as long to record one. Medians of seven. `of_bound` holds each against the bytes at the speed of a copy, and what a dispatch costs
 //! that is of another kernel than the last and waits for it, as those of a token do.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use serde_json::json;
 use smoe_engine::DeviceChoice;
 use smoe_format::{Encoding, LayerTable, TensorEntry, Uniform, Zero};
 use smoe_gpu::{
-    Access, CodedMatmul, CodedPlane, Columns, DeviceKind, Down, ExpertInput, ExpertLayout, FloatMatmul,
-    GateUp, Gpu, GpuError, Hidden, Op, Quantise, Shader, Slice, Software, Step, Weights, WorkList,
+    Access, CodedMatmul, CodedPlane, Columns, CopyKernel, DeviceKind, Down, ExpertInput, ExpertLayout,
+    FloatMatmul, GateUp, Gpu, GpuError, Hidden, Links, Quantise, Shader, Slice, Software, Step, Weights,
+    WorkList,
 };
 
 use super::record::{Record, rounded};
@@ -24,11 +25,11 @@ use crate::progress;
 /// Bytes of the weights that dispatches take turns with.
 const COLD: u64 = 1_800_000_000;
 const RUNS: usize = 7;
+/// For how long small dispatches go before anything counts: at first they took 2.6 us on an H200, after 0.7 s 2.1 (EXP-GPU-08).
+const WARM_UP: Duration = Duration::from_secs(2);
 /// What the others are held against.
 const COPY: &str = "copy by a kernel";
 const WAITS: &str = "dispatch that waits for another";
-/// Kernels that wait for each other in turn.
-const KINDS: usize = 8;
 
 /// Times a device's kernels.
 pub fn kernels(choice: &DeviceChoice) -> Result<Record, Failure> {
@@ -190,19 +191,32 @@ impl Bench {
         Ok((difference / ((several - one) * dispatches) as f64).max(1e-9))
     }
 
-    fn tell(&mut self, what: &str, tokens: usize, seconds: f64, bytes: u64) {
-        self.figures.push(Figure { what: what.to_owned(), tokens, seconds, bytes });
+    /// The same of the device alone: all is recorded before anything is handed over.
+    fn time_recorded(&self, record: &dyn Fn(&mut Step, usize)) -> Result<f64, GpuError> {
+        let dispatches = if self.small { 4 } else { 400 };
+        let steps = |n: usize| {
+            let recorded: Vec<_> = (0..n)
+                .map(|_| {
+                    let mut step = self.gpu.step();
+                    (0..dispatches).for_each(|i| record(&mut step, i));
+                    step.finish()
+                })
+                .collect();
+            let start = Instant::now();
+            let submitted = self.gpu.submit(recorded);
+            self.gpu.wait(&submitted)?;
+            Ok::<_, GpuError>(start.elapsed().as_secs_f64())
+        };
+        let differences = (0..RUNS).map(|_| {
+            let first = steps(1)?;
+            Ok(steps(4)? - first)
+        });
+        let difference = median(differences.collect::<Result<_, GpuError>>()?);
+        Ok((difference / (3 * dispatches) as f64).max(1e-9))
     }
 
-    fn shader(
-        &self,
-        name: &str,
-        source: &str,
-        bindings: &[Access],
-        buffers: &[&Slice],
-    ) -> Result<Op, GpuError> {
-        let kernel = self.gpu.kernel(&Shader { name, source: source.into(), bindings })?;
-        self.gpu.bind(&kernel, buffers)
+    fn tell(&mut self, what: &str, tokens: usize, seconds: f64, bytes: u64) {
+        self.figures.push(Figure { what: what.to_owned(), tokens, seconds, bytes });
     }
 
     /// What it costs to hand a step over and wait for it, and to dispatch a kernel that does nothing.
@@ -214,7 +228,13 @@ impl Bench {
             fn main(@builtin(local_invocation_index) lane: u32) {
                 if (lane == 0u) { word[0] += 1u; }
             }";
-        let op = self.shader("empty", source, &[Access::Write], &[&word])?;
+        let shader = Shader { name: "empty", source: source.into(), bindings: &[Access::Write] };
+        let op = self.gpu.bind(&self.gpu.kernel(&shader)?, &[&word])?;
+        // A processor and a card that were idle are slow at first.
+        let began = Instant::now();
+        while !self.small && began.elapsed() < WARM_UP {
+            self.time(&|step, _| step.run(&op, &[], [1, 1, 1]))?;
+        }
         let waits = (0..RUNS * 10).map(|_| {
             let start = Instant::now();
             let mut step = self.gpu.step();
@@ -227,48 +247,20 @@ impl Bench {
         self.tell("submit and wait", 0, wait, 0);
         let empty = self.time(&|step, _| step.run(&op, &[], [1, 1, 1]))?;
         self.tell("empty dispatch", 0, empty, 0);
-        let words = [self.gpu.buffer("word", 4)?, self.gpu.buffer("word", 4)?];
-        let link = |i: usize| {
-            let source = format!(
-                "@group(0) @binding(0) var<storage, read> before: array<u32>;
-                @group(0) @binding(1) var<storage, read_write> after: array<u32>;
-                @compute @workgroup_size(64)
-                fn main(@builtin(local_invocation_index) lane: u32) {{
-                    if (lane == 0u) {{ after[0] = before[0] + {i}u; }}
-                }}"
-            );
-            self.shader("link", &source, &[Access::Read, Access::Write], &[&words[i % 2], &words[1 - i % 2]])
-        };
-        let links = (0..KINDS).map(link).collect::<Result<Vec<_>, _>>()?;
-        let waits = self.time(&|step, i| step.run(&links[i % KINDS], &[], [1, 1, 1]))?;
+        let links = Links::new(&self.gpu)?;
+        // The host may take longer to record one.
+        let waits = self.time_recorded(&|step, i| links.record(step, i))?;
         self.tell(WAITS, 0, waits, 0);
         Ok(())
     }
 
     /// What the device's memory does: the ceiling.
     fn copies(&mut self) -> Result<(), GpuError> {
-        // A workgroup copies 16 KiB; a grid is 65,535 of them.
-        let groups = (self.cold / 2 / (16 << 10)).min(65_535);
-        let bytes = groups * (16 << 10);
+        let bytes = self.cold / 2 / 16 * 16;
         let (from, to) = (self.gpu.buffer("from", bytes)?, self.gpu.buffer("to", bytes)?);
-        let source = "
-            @group(0) @binding(0) var<storage, read> source: array<vec4<u32>>;
-            @group(0) @binding(1) var<storage, read_write> copy: array<vec4<u32>>;
-            @compute @workgroup_size(256)
-            fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
-                let i = wg.x * 1024u + lane;
-                let a = source[i];
-                let b = source[i + 256u];
-                let c = source[i + 512u];
-                let d = source[i + 768u];
-                copy[i] = a;
-                copy[i + 256u] = b;
-                copy[i + 512u] = c;
-                copy[i + 768u] = d;
-            }";
-        let op = self.shader("copy", source, &[Access::Read, Access::Write], &[&from, &to])?;
-        let kernel = self.time(&|step, _| step.run(&op, &[], [groups as u32, 1, 1]))?;
-        self.tell(COPY, 0, kernel, 2 * bytes);
+        let copy = CopyKernel::new(&self.gpu, &from, &to)?;
+        let kernel = self.time(&|step, _| copy.record(step))?;
+        self.tell(COPY, 0, kernel, copy.bytes());
         let buffer = self.time(&|step, _| step.copy(&from, &to))?;
         self.tell("copy by copy_buffer", 0, buffer, 2 * bytes);
         Ok(())

@@ -182,8 +182,22 @@ pub fn set_up(vault: &Vault, bench: &Bench, facts: &Facts) -> Record {
             record.set("device_upload_gb_s", rounded(device.rates.upload_bytes_per_s / 1e9));
         }
     }
-    if let Some(TokenCosts { token_s, kernels }) = &facts.costs {
+    if let Some(costs) = &facts.costs {
+        let TokenCosts { token_s, dispatches, dispatch_s, dispatch_in_token_s, copy_bytes_per_s, kernels } =
+            costs;
         record.set("device_token_alone_ms", rounded(token_s * 1e3));
+        record.set("device_token_alone_dispatches", *dispatches);
+        record.set("device_copy_gb_s", rounded(copy_bytes_per_s / 1e9));
+        record.set("device_dispatch_us", rounded(dispatch_s * 1e6));
+        record.set("device_dispatch_in_token_us", rounded(dispatch_in_token_s * 1e6));
+        // What its bytes take at the speed of a copy, and its dispatches.
+        let bytes_s = Touched::of(vault).all() as f64 / copy_bytes_per_s;
+        for (dispatch, suffix) in [(dispatch_s, ""), (dispatch_in_token_s, "_in_token")] {
+            let bound_s = bytes_s + f64::from(*dispatches) * dispatch;
+            record.set(&format!("device_bound_by_dispatch{suffix}_ms"), rounded(bound_s * 1e3));
+            record
+                .set(&format!("device_token_alone_of_bound_by_dispatch{suffix}"), rounded(bound_s / token_s));
+        }
         let cost = |kernel: &KernelCost| {
             let workgroups: u32 = kernel.grid.iter().product();
             json!([kernel.name, workgroups, kernel.runs, rounded(kernel.seconds * 1e6)])

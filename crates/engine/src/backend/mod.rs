@@ -80,6 +80,14 @@ impl KernelTimes {
 pub struct TokenCosts {
     /// Seconds.
     pub token_s: f64,
+    /// Kernels that it runs.
+    pub dispatches: u32,
+    /// Seconds of a dispatch of next to nothing that waits for another, kernels of one layout in turn.
+    pub dispatch_s: f64,
+    /// Seconds of a dispatch in the token: all its kernels, as they are but for bodies that return at once.
+    pub dispatch_in_token_s: f64,
+    /// Bytes per second, read and written, of a copy by a kernel; not a number where there is no room for one.
+    pub copy_bytes_per_s: f64,
     /// Its kernels, the one that takes most first.
     pub kernels: Vec<KernelCost>,
 }

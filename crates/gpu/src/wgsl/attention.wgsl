@@ -4,11 +4,14 @@
 // Needs: norm_float.wgsl, attention_*.wgsl, fn fma4, const HEADS, KV_HEADS, PER_KV, QUERIES (of a workgroup), GROUPS
 // (workgroups that share a kv head's queries), TILE (tokens), HEAD_DIM, VALUE_DIM, COLUMNS (lanes side by side
 // over a value), ROW (16-byte words of a cache row), NARROW (of four values in 16 bytes), STAGE, alias Narrow (these four); the buffers
-// queries (vec4<f32>), keys (vec4<u32>) and values (four elements each) of the same cache, rows (vec4<u32>),
+// keys (vec4<u32>) and values (four elements each) of the same cache, rows (vec4<u32>),
 // tables (u32), sums (vec4<f32>), stats (vec2<f32>).
 //
 // Splits begin at multiples of SPLIT, whatever the token sees, and every sum within one has an order of its own,
 // fixed per query: so what a token gets depends neither on its neighbours nor on how many there are.
+//
+// Queries are there, and the token's own key and value in the cache (attention_turned.wgsl), or the workgroup makes them
+// (attention_turns.wgsl).
 //
 // Then attention_split.wgsl leaves what others go on with, or, if there is no other split, attention_whole.wgsl makes
 // of it what attention_combine.wgsl would.
@@ -18,7 +21,7 @@
 //     weights   a lane for a position and four queries
 //     sums      a lane for four columns and every SLICES-th position, for all queries; slices are added last
 
-struct Params { first: u32, end: u32, splits: u32, scale: f32, low: u32, nothing: u32 }
+struct Params { first: u32, end: u32, splits: u32, scale: f32, low: u32, eps: f32, nothing: u32 }
 var<immediate> p: Params;
 
 const SPLIT: u32 = 128u;
@@ -43,6 +46,8 @@ const FEW: bool = QUERIES <= 2u;
 const IN_VECTOR: u32 = min(QUERIES, 4u);
 // The weight of a position that a query does not see: -0, which no weight is.
 const UNSEEN: u32 = 0x80000000u;
+
+alias KeysAhead = array<vec4<u32>, 2u * STEPS>;
 
 // First the queries; in the end what slices have summed up.
 var<workgroup> stage: array<vec4<f32>, STAGE>;
@@ -77,6 +82,20 @@ fn row_at(plane: u32, head: u32, position: u32) -> u32 {
     return (((2u * block + plane) * KV_HEADS + head) * BLOCK + position % BLOCK) * ROW;
 }
 
+/// Sixteen bytes of a key: number `i` of those ahead.
+fn key_at(
+    ahead: ptr<function, KeysAhead>,
+    i: u32,
+    at: u32,
+    is_own: bool,
+    chunk: u32,
+) -> vec4<u32> {
+    if (!TURNS_OWN) {
+        return keys[at];
+    }
+    return select((*ahead)[i], own_key(chunk), is_own);
+}
+
 @compute @workgroup_size(THREADS)
 fn main(
     @builtin(workgroup_id) wg: vec3<u32>,
@@ -95,7 +114,7 @@ fn main(
     var query_word = vec4(0.0);
     if (early && lane < QUERIES * QUERY_WORDS) {
         let head = kv_head * PER_KV + min(part + lane / QUERY_WORDS, PER_KV - 1u);
-        query_word = queries[(tile * HEADS + head) * QUERY_WORDS + lane % QUERY_WORDS];
+        query_word = query_at((tile * HEADS + head) * QUERY_WORDS + lane % QUERY_WORDS);
     }
     // Tokens of one session whose splits are the same ones are served together, others one after the other.
     for (var begin = 0u; begin < tokens;) {
@@ -121,7 +140,7 @@ fn main(
             if (lane < SPLIT / BLOCK && lane * BLOCK < end) {
                 blocks[lane] = tables[lead.y + base / BLOCK + lane];
             }
-            if (early && lane < QUERIES * QUERY_WORDS) {
+            if (early && !TURNS_OWN && lane < QUERIES * QUERY_WORDS) {
                 stage[lane] = query_word;
             }
             for (var i = lane; !early && i < QUERIES * QUERY_WORDS; i += THREADS) {
@@ -129,7 +148,7 @@ fn main(
                 // Queries that are not there repeat one that is.
                 let token = tile + clamp(query / SHARE, begin, to - 1u);
                 let head = kv_head * PER_KV + min(part + query % SHARE, PER_KV - 1u);
-                stage[i] = queries[(token * HEADS + head) * QUERY_WORDS + i % QUERY_WORDS];
+                stage[i] = query_at((token * HEADS + head) * QUERY_WORDS + i % QUERY_WORDS);
             }
             workgroupBarrier();
 
@@ -148,6 +167,26 @@ fn main(
                     rows_ahead[j] = values[row_at(1u, kv_head, i) * NARROW + column];
                 }
             }
+            var keys_ahead: KeysAhead;
+            if (TURNS_OWN) {
+                for (var step = 0u; step < STEPS; step++) {
+                    let chunk = 4u * step + quarter;
+                    if (!RAGGED || chunk < CHUNKS) {
+                        keys_ahead[2u * step] = keys[at0 + chunk];
+                        keys_ahead[2u * step + 1u] = keys[at1 + chunk];
+                    }
+                }
+                // The token's own row is not there yet.
+                turn_own(lead, wg.y, base, lane);
+                for (var j = 0u; j < AT_ONCE && column < VALUE_WORDS; j++) {
+                    let i = clamp(slice + j * SLICES, start, end - 1u);
+                    if (base + i == lead.x) {
+                        rows_ahead[j] = own_value(column);
+                    }
+                }
+            }
+            let own0 = TURNS_OWN && base + quad == lead.x;
+            let own1 = TURNS_OWN && base + other == lead.x;
             var dots0: array<f32, VECTORS * 4u>;
             var dots1: array<f32, VECTORS * 4u>;
             for (var step = 0u; step < STEPS; step++) {
@@ -156,10 +195,10 @@ fn main(
                 var k1 = vec4(0u);
                 if (!RAGGED || chunk < CHUNKS) {
                     if (sees0) {
-                        k0 = keys[at0 + chunk];
+                        k0 = key_at(&keys_ahead, 2u * step, at0 + chunk, own0, chunk);
                     }
                     if (sees1) {
-                        k1 = keys[at1 + chunk];
+                        k1 = key_at(&keys_ahead, 2u * step + 1u, at1 + chunk, own1, chunk);
                     }
                 }
                 let wide0 = widen_key(k0);
@@ -187,8 +226,8 @@ fn main(
                 dots1[q] += subgroupShuffleXor(dots1[q], 1u);
                 dots1[q] += subgroupShuffleXor(dots1[q], 2u);
             }
-            let factor0 = scale_of(at0) * p.scale;
-            let factor1 = scale_of(at1) * p.scale;
+            let factor0 = select(scale_of(at0), own_scale(0u), own0) * p.scale;
+            let factor1 = select(scale_of(at1), own_scale(0u), own1) * p.scale;
             for (var v = 0u; v < VECTORS; v++) {
                 // Each lane of the quad writes one of the vectors.
                 if (quarter == v) {
@@ -238,7 +277,8 @@ fn main(
                 totals[lane / width] = sum;
             }
             let shown = position >= start && position < end;
-            weight *= scale_of(row_at(1u, kv_head, select(start, position, shown)));
+            let at = row_at(1u, kv_head, select(start, position, shown));
+            weight *= select(scale_of(at), own_scale(1u), TURNS_OWN && base + position == lead.x);
             if (lane / SPLIT < VECTORS) {
                 scores[position * VECTORS + vector] = select(bitcast<vec4<f32>>(vec4(UNSEEN)), weight, seen);
             }

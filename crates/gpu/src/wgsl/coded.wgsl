@@ -9,48 +9,18 @@
 // What is indexed by a literal, once all is inlined, lives in registers: hence the lists of calls in place of
 // loops, `..s` of what is here by the line, token, span or chain, which coded.rs appends.
 //
-// Needs: those lists; coded_plane.wgsl or coded_own.wgsl, the operand; fn levels, which makes factors of codes; fn finish, which takes the sums; fn fma2, const PLAYED;
-// consts LOW, HIGH (bits of the planes), TILE_GROUP, AFFINE, TABLE, TOKENS, THREADS, ITEMS, SLOTS, CHAINS, HELD
+// Needs: those lists; coded_tiles.wgsl; coded_plane.wgsl or coded_own.wgsl, the operand; fn levels, which makes factors of
+// codes; fn finish, which takes the sums; fn fma2, const PLAYED; consts THREADS, SLOTS, CHAINS, HELD
 // (lanes hold their shares of tiles, as they cannot of the longest), ONE_ROUND (all items have slots at once: nothing is
 // loaded for a second round, and a kernel that is shorter is sooner where it is needed).
 
-@group(0) @binding(0) var<storage, read> weights: array<vec4<u32>>;
-
-// 64-byte lines of the planes, and of the tile.
-const LOW_LINES: u32 = TILE_GROUP * LOW / 16u;
-const HIGH_LINES: u32 = TILE_GROUP * HIGH / 16u;
-// As a divisor, if there is a high plane or none.
-const HIGH_PLANE: u32 = max(HIGH_LINES, 1u);
-const LINES: u32 = LOW_LINES + HIGH_LINES + 1u + AFFINE;
-// 16-byte pieces of a tile.
-const TILE: u32 = 4u * LINES;
-// Runs of sixteen columns: one piece of activations.
-const SPANS: u32 = TILE_GROUP / 16u;
-const ROOM: u32 = select(1u, ITEMS * LINES, HELD == 1u);
-const LOW_MASK: u32 = ((1u << LOW) - 1u) * 0x01010101u;
-const HIGH_MASK: u32 = ((1u << HIGH) - 1u) * 0x01010101u;
-// The largest code, and its reciprocal, rounded once.
-const MOST: i32 = (1i << (LOW + HIGH)) - 1i;
-const INVERSE: f32 = 1.0 / f32(MOST);
+const ROOM: u32 = select(1u, LINES, HELD == 1u);
 
 var<workgroup> dots: array<vec4<f32>, SLOTS * TOKENS * 8u>;
 var<workgroup> scales: array<vec4<u32>, SLOTS * 4u>;
 var<workgroup> minima: array<vec4<u32>, select(1u, SLOTS * 4u, AFFINE == 1u)>;
 // What scales are multiplied by, and the sum of the activations.
 var<workgroup> cells: array<vec2<f32>, SLOTS * TOKENS>;
-
-struct Job {
-    // The first tile, and the one that item `split` would follow, in pieces.
-    at: u32,
-    split_at: u32,
-    split: u32,
-    // Tiles of a block of rows, and in all.
-    tiles: u32,
-    items: u32,
-    // Tokens, and their rows of the plane.
-    count: u32,
-    rows: array<u32, 8>,
-}
 
 alias Lines = array<vec4<u32>, ROOM>;
 alias Integers = array<vec4<i32>, 2u * TOKENS>;
@@ -61,51 +31,42 @@ fn place(job: ptr<function, Job>, item: u32, quarter: u32) -> u32 {
     return select((*job).at, (*job).split_at, item >= (*job).split) + item * TILE + quarter;
 }
 
-fn load_line(lines: ptr<function, Lines>, base: u32, at: u32, i: u32) {
-    (*lines)[base + i] = weights[at + 4u * i];
+fn load_line(lines: ptr<function, Lines>, at: u32, i: u32) {
+    (*lines)[i] = stored[at + 4u * i];
 }
 
-fn load(job: ptr<function, Job>, lines: ptr<function, Lines>, base: u32, slot: u32, item: u32, quarter: u32) {
+fn load(job: ptr<function, Job>, lines: ptr<function, Lines>, slot: u32, item: u32, quarter: u32) {
     if (HELD == 1u && slot < SLOTS && item < (*job).items) {
         let at = place(job, item, quarter);
-        load_lines(lines, base, at);
+        load_lines(lines, at);
     }
 }
 
-fn line(lines: ptr<function, Lines>, base: u32, at: u32, i: u32) -> vec4<u32> {
+fn line(lines: ptr<function, Lines>, at: u32, i: u32) -> vec4<u32> {
     var out: vec4<u32>;
     if (HELD == 1u) {
-        out = (*lines)[base + i];
+        out = (*lines)[i];
     } else {
-        out = weights[at + 4u * i];
+        out = stored[at + 4u * i];
     }
     return out;
 }
 
 // What is multiplied of four columns, unit `unit`, of four rows; of those 16 below if `half` is 1.
-fn codes(lines: ptr<function, Lines>, base: u32, at: u32, unit: u32, half: u32) -> vec4<u32> {
+fn codes(lines: ptr<function, Lines>, at: u32, unit: u32, half: u32) -> vec4<u32> {
     var out: vec4<u32>;
     if (LOW == 8u) {
-        out = line(lines, base, at, 2u * unit + half) ^ vec4(0x80808080u);
+        out = line(lines, at, 2u * unit + half) ^ vec4(0x80808080u);
     } else {
         let shift = LOW * (2u * (unit / LOW_LINES) + half);
-        out = (line(lines, base, at, unit % LOW_LINES) >> vec4(shift)) & vec4(LOW_MASK);
+        out = (line(lines, at, unit % LOW_LINES) >> vec4(shift)) & vec4(LOW_MASK);
     }
     if (HIGH > 0u) {
         let shift = HIGH * (2u * (unit / HIGH_PLANE) + half);
-        let high = line(lines, base, at, LOW_LINES + unit % HIGH_PLANE) >> vec4(shift);
+        let high = line(lines, at, LOW_LINES + unit % HIGH_PLANE) >> vec4(shift);
         out |= (high & vec4(HIGH_MASK)) << vec4(LOW);
     }
     return levels(out);
-}
-
-fn dot4(codes: vec4<u32>, x: u32) -> vec4<i32> {
-    return vec4(
-        dot4I8Packed(codes.x, x),
-        dot4I8Packed(codes.y, x),
-        dot4I8Packed(codes.z, x),
-        dot4I8Packed(codes.w, x),
-    );
 }
 
 // Sixteen columns of eight rows.
@@ -133,20 +94,19 @@ fn take_span(
     job: ptr<function, Job>,
     lines: ptr<function, Lines>,
     sums: ptr<function, Integers>,
-    base: u32,
     at: u32,
     tile: u32,
     v: u32,
 ) {
     var span: Span;
-    span.low[0] = codes(lines, base, at, 4u * v, 0u);
-    span.high[0] = codes(lines, base, at, 4u * v, 1u);
-    span.low[1] = codes(lines, base, at, 4u * v + 1u, 0u);
-    span.high[1] = codes(lines, base, at, 4u * v + 1u, 1u);
-    span.low[2] = codes(lines, base, at, 4u * v + 2u, 0u);
-    span.high[2] = codes(lines, base, at, 4u * v + 2u, 1u);
-    span.low[3] = codes(lines, base, at, 4u * v + 3u, 0u);
-    span.high[3] = codes(lines, base, at, 4u * v + 3u, 1u);
+    span.low[0] = codes(lines, at, 4u * v, 0u);
+    span.high[0] = codes(lines, at, 4u * v, 1u);
+    span.low[1] = codes(lines, at, 4u * v + 1u, 0u);
+    span.high[1] = codes(lines, at, 4u * v + 1u, 1u);
+    span.low[2] = codes(lines, at, 4u * v + 2u, 0u);
+    span.high[2] = codes(lines, at, 4u * v + 2u, 1u);
+    span.low[3] = codes(lines, at, 4u * v + 3u, 0u);
+    span.high[3] = codes(lines, at, 4u * v + 3u, 1u);
     add_tokens(job, sums, &span, tile, v);
 }
 
@@ -161,32 +121,21 @@ fn hand(
 ) {
     let cell = x_cell_of(job, token, tile);
     let sum = bitcast<i32>(cell.y);
-    var factor = bitcast<f32>(cell.x);
-    // 8-bit codes were taken less 128; symmetric ones count from the middle; levels are what they are.
-    var shift = select(0i, 128i * sum, LOW == 8u);
-    var times = 1i;
-    if (AFFINE == 0u && TABLE == 0u) {
-        times = 2i;
-        shift = 2i * shift - MOST * sum;
-        // The scale / MOST, rounded once: Markstein.
-        let inverse = hide(INVERSE);
-        let q = factor * inverse;
-        factor = fma(fma(-q, hide(f32(MOST)), factor), inverse, q);
-    }
+    let times = times_of();
+    let shift = shift_of(sum);
     let low = times * (*sums)[2u * token] + vec4(shift);
     let high = times * (*sums)[2u * token + 1u] + vec4(shift);
     let i = slot * TOKENS + token;
     dots[8u * i + quarter] = vec4<f32>(low);
     dots[8u * i + 4u + quarter] = vec4<f32>(high);
     if (quarter == (token & 3u)) {
-        cells[i] = vec2(factor, f32(sum));
+        cells[i] = vec2(factor_of(cell), f32(sum));
     }
 }
 
 fn multiply(
     job: ptr<function, Job>,
     lines: ptr<function, Lines>,
-    base: u32,
     slot: u32,
     item: u32,
     quarter: u32,
@@ -194,10 +143,10 @@ fn multiply(
     let at = place(job, item, quarter);
     let tile = item % (*job).tiles;
     var sums = Integers();
-    take_spans(job, lines, &sums, base, at, tile);
-    scales[4u * slot + quarter] = line(lines, base, at, LOW_LINES + HIGH_LINES);
+    take_spans(job, lines, &sums, at, tile);
+    scales[4u * slot + quarter] = line(lines, at, LOW_LINES + HIGH_LINES);
     if (AFFINE == 1u) {
-        minima[4u * slot + quarter] = line(lines, base, at, LOW_LINES + HIGH_LINES + 1u);
+        minima[4u * slot + quarter] = line(lines, at, LOW_LINES + HIGH_LINES + 1u);
     }
     hand_tokens(job, &sums, slot, quarter, tile);
 }
@@ -230,13 +179,6 @@ fn add_term(acc: vec2<f32>, term: Term) -> vec2<f32> {
         sum = fma2(term.sum, term.least, sum);
     }
     return sum;
-}
-
-// A chain is sixteen lanes wide: (block of rows, token, pair of rows).
-struct Chain {
-    block: u32,
-    token: u32,
-    pair: u32,
 }
 
 fn chain_of(lane: u32, k: u32) -> Chain {
@@ -276,11 +218,7 @@ fn finish_chain(job: ptr<function, Job>, sums: ptr<function, Sums>, lane: u32, k
 
 fn load_items(job: ptr<function, Job>, lines: ptr<function, Lines>, first: u32, lane: u32) {
     let slot = lane >> 2u;
-    load(job, lines, 0u, slot, first + slot, lane & 3u);
-    if (ITEMS > 1u) {
-        let second = slot + THREADS / 4u;
-        load(job, lines, LINES, second, first + second, lane & 3u);
-    }
+    load(job, lines, slot, first + slot, lane & 3u);
 }
 
 // The workgroup's sums, each handed to `finish`. By then nobody reads shared memory any more.
@@ -292,13 +230,7 @@ fn products(job: ptr<function, Job>, lane: u32) {
     prepare(job, lane);
     for (var first = 0u; first < (*job).items; first += SLOTS) {
         if (slot < SLOTS && first + slot < (*job).items) {
-            multiply(job, &lines, 0u, slot, first + slot, lane & 3u);
-        }
-        if (ITEMS > 1u) {
-            let second = slot + THREADS / 4u;
-            if (second < SLOTS && first + second < (*job).items) {
-                multiply(job, &lines, LINES, second, first + second, lane & 3u);
-            }
+            multiply(job, &lines, slot, first + slot, lane & 3u);
         }
         if (ONE_ROUND == 0u) {
             // On their way while the chains run.

@@ -1,11 +1,11 @@
 // One coded matrix times the tokens of a plane. Workgroups: (runs of blocks of rows, runs of tokens).
 //
-// Needs: coded.wgsl, coded_plane.wgsl.
+// Needs: coded.wgsl or coded_wide.wgsl, coded_plane.wgsl, const OUT (its binding).
 
 struct Params { rows: u32, tiles: u32, blocks: u32, tokens: u32, stride: u32, offset: u32, nothing: u32 }
 var<immediate> p: Params;
 
-@group(0) @binding(3) var<storage, read_write> out: array<f32>;
+@group(0) @binding(OUT) var<storage, read_write> out: array<f32>;
 
 // First block of rows.
 var<private> first_block: u32;

@@ -1,21 +1,9 @@
-// The operand of coded.wgsl: one row of an f32 plane, which each workgroup quantises for itself while its weights are
+// The operand of coded.wgsl or coded_wide.wgsl: one row of an f32 plane, which each workgroup quantises for itself while its weights are
 // on their way.
 //
-// Needs: quantise.wgsl, consts COLS (a multiple of 4), OWN (groups of a row).
+// Needs: coded_own_x.wgsl, quantise.wgsl, consts COLS (a multiple of 4), OWN (groups of a row).
 
 @group(0) @binding(1) var<storage, read> x: array<vec4<f32>>;
-
-var<workgroup> own_codes: array<u32, OWN * GROUP / 4u>;
-var<workgroup> own_cells: array<vec2<u32>, OWN>;
-
-fn x_codes_of(job: ptr<function, Job>, token: u32, tile: u32, v: u32) -> vec4<u32> {
-    let at = (tile * SPANS + v) * 4u;
-    return vec4(own_codes[at], own_codes[at + 1u], own_codes[at + 2u], own_codes[at + 3u]);
-}
-
-fn x_cell_of(job: ptr<function, Job>, token: u32, tile: u32) -> vec2<u32> {
-    return own_cells[tile];
-}
 
 fn prepare(job: ptr<function, Job>, lane: u32) {
     for (var base = 0u; base < TEAM * OWN; base += THREADS) {

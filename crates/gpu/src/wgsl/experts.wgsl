@@ -13,15 +13,13 @@ struct Entry {
     count: u32,
 }
 
+// Both words are on their way at once: weights wait for them.
 fn entry(i: u32) -> Entry {
-    var out: Entry;
-    if (i < list[0].x) {
-        let e = list[i + 1u];
-        out.slot = e.x;
-        out.first = e.y;
-        out.count = select(min(e.z, TOKENS), 0u, e.x == 0xffffffffu);
-    }
-    return out;
+    let number = list[0].x;
+    let e = list[i + 1u];
+    let is_one = i < number;
+    let count = select(0u, min(e.z, TOKENS), is_one && e.x != 0xffffffffu);
+    return Entry(e.x, select(0u, e.y, is_one), count);
 }
 
 // The pair of one of an entry's tokens; of those past its end, that of its last.

@@ -5,10 +5,16 @@ struct Params { rows: u32, tiles: u32, blocks: u32, at: u32, slot: u32, nothing:
 var<immediate> p: Params;
 
 var<private> first_block: u32;
+// On its way long before it is needed.
+var<private> first_out_row: u32;
 
 fn finish(job: ptr<function, Job>, chain: Chain, sum: vec2<f32>) {
     let row = 32u * (first_block + chain.block) + 2u * chain.pair;
-    let at = out_row(chain.token) * p.rows + row;
+    var at = first_out_row;
+    if (TOKENS > 1u) {
+        at = out_row(chain.token);
+    }
+    at = at * p.rows + row;
     if (row < p.rows) {
         out[at] = sum.x;
     }
@@ -20,6 +26,9 @@ fn finish(job: ptr<function, Job>, chain: Chain, sum: vec2<f32>) {
 @compute @workgroup_size(THREADS)
 fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
     e = entry(wg.y);
+    if (TOKENS == 1u) {
+        first_out_row = out_row(0u);
+    }
     first_block = wg.x * p.blocks;
     let items = min(p.blocks, (p.rows + 31u) / 32u - first_block) * p.tiles;
     var job: Job;

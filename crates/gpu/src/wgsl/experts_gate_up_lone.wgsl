@@ -3,7 +3,7 @@
 // comes first leaves its sum there, whoever comes second finds it, and makes the hidden value of both. It stays a float, which
 // down quantises (coded_own.wgsl). Workgroups: (2 * block + 0 for gate or 1 for up, entries).
 //
-// Needs: coded.wgsl, coded_plane.wgsl, experts.wgsl, experts_glu.wgsl, const TOP_K.
+// Needs: coded.wgsl, coded_plane.wgsl, experts.wgsl, experts_glu.wgsl.
 
 // `gate` and `up` are where the matrices begin in a slot, `slot` what slots are apart, in pieces.
 struct Params { rows: u32, tiles: u32, gate: u32, up: u32, slot: u32, nothing: u32 }
@@ -58,6 +58,7 @@ fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) l
     job.tiles = p.tiles;
     job.items = select(0u, p.tiles, e.count > 0u);
     job.count = e.count;
-    job.rows[0] = pair_of(e, 0u) / TOP_K;
+    // The token is the first one, whatever its pair.
+    job.rows[0] = 0u;
     products(&job, lane);
 }

@@ -1,7 +1,7 @@
 // Residual sum, RMSNorm and int8 form of a token by a workgroup, all of its values in registers.
 //
 // Needs: quantise.wgsl (const GROUP), norm_float.wgsl, fn fma4, const D, D_GROUPS, THREADS, ROUNDS, AHEAD (weights
-// that a lane reads in advance; 1 if none), NORMED, CODED, CHANGED;
+// that a lane reads in advance), NORMED, CODED, CHANGED;
 // load_hidden, load_weight, store_normed, delta, eps, residual, store_own; store_codes if CODED.
 //
 // Lane q of a team holds columns 4 * (TEAM * i + q) of a group and the three after them, i = 0..WORDS.
@@ -10,7 +10,7 @@
 // its groups and of the device's subgroups alone, not on THREADS.
 
 alias Held = array<vec4<f32>, ROUNDS * WORDS>;
-alias Ahead = array<vec4<f32>, AHEAD>;
+alias Ahead = array<vec4<f32>, max(AHEAD, 1u)>;
 
 // By group.
 var<workgroup> squares: array<f32, ROUNDS * THREADS / TEAM>;
@@ -31,7 +31,7 @@ fn take_row(x: ptr<function, Held>, ahead: ptr<function, Ahead>, token: u32, lan
                 if (CHANGED) {
                     v = fma4(delta(token, chunk), vec4(residual()), v);
                 }
-                if (AHEAD > 1u) {
+                if (AHEAD > 0u) {
                     (*ahead)[round * WORDS + i] = load_weight(0u, chunk);
                 }
             }
@@ -93,7 +93,7 @@ fn norm_row(
             var v = vec4(0.0);
             if (4u * chunk < D) {
                 var weight: vec4<f32>;
-                if (AHEAD > 1u) {
+                if (AHEAD > 0u) {
                     weight = (*ahead)[round * WORDS + i];
                 } else {
                     weight = load_weight(0u, chunk);

@@ -123,6 +123,7 @@ fn attend(
         Rows { rows: &words(gpu, &rows), tables: &words(gpu, &cache.tables) },
         &scratch,
         AttentionOutputs { plane: Some(&plane), coded: coded.as_ref() },
+        None,
     )
     .unwrap();
     // If all are in the first split that is known, and then it is not.
@@ -293,4 +294,107 @@ proptest! {
             assert_close(&got[row], &expected, 2e-5, false, &format!("{token:?}"));
         }
     }
+}
+
+/// One token whose query, key and value attention makes itself: the bits of both apart, in its outputs and in the cache.
+fn check_turning(
+    gpu: &Gpu,
+    kv: KvLayout,
+    per_kv: usize,
+    (dim, pairs): (usize, RopePairs),
+    norm: Option<bool>,
+    (bias, sinks): (bool, bool),
+    (position, first): (usize, usize),
+    group: usize,
+) -> bool {
+    let what = format!("{kv:?}, {per_kv}, {dim}, {pairs:?}, {norm:?}, {bias}, {sinks}, {position}, {first}");
+    let KvLayout { n_kv_heads, head_dim, value_dim, .. } = kv;
+    let n_heads = per_kv * n_kv_heads;
+    let mut random = Random(position as u64 + 1000 * head_dim as u64);
+    let context = position + 1;
+    let mut cache = Cache::new(kv, &[context], &mut random);
+    // Whatever is at its own position is to be written, and not to be read.
+    for head in 0..n_kv_heads {
+        let block = cache.tables[position / KV_BLOCK];
+        for plane in 0..2 {
+            let at = row_at(&kv, block, plane, head, position);
+            cache.bytes[at..at + kv.row_bytes()].fill(0xff);
+        }
+    }
+    let at = [0, n_heads * head_dim, (n_heads + n_kv_heads) * head_dim];
+    let stride = at[2] + n_kv_heads * value_dim;
+    let (plane, biases) = (floats(gpu, &random.values(stride)), floats(gpu, &random.values(stride)));
+    let table = floats(gpu, &random.values(context * dim));
+    let norms = floats(gpu, &random.values((n_heads + n_kv_heads) * head_dim));
+    let input = RopeInput {
+        projections: Projections { plane: &plane, stride, at, bias: bias.then_some(&biases) },
+        norm: norm.map(|whole| QkNorm { weights: &norms, eps: 1e-6, whole }),
+        angles: Angles { table: &table, positions: context, dim, pairs },
+    };
+    let rows = words(gpu, &[position as u32, 0, first as u32, 0]);
+    let tables = words(gpu, &cache.tables);
+    let rows = Rows { rows: &rows, tables: &tables };
+    let sink_values = floats(gpu, &random.values(n_heads));
+    let heads = AttentionHeads { n_heads, scale: 0.2, sinks: sinks.then_some(&sink_values) };
+    let visible = context - first;
+    let scratch = AttentionScratch::new(gpu, n_heads, value_dim, visible, 1 << 20).unwrap();
+    let width = n_heads * value_dim;
+    // Whether it is known that all are in the first split.
+    let run_one = |turns: bool, end: usize| {
+        let bytes = upload(gpu, &cache.bytes);
+        let queries = stale(gpu, n_heads * head_dim);
+        let coded = stale_coded(gpu, 1, width, group);
+        let outputs = AttentionOutputs { plane: None, coded: Some(&coded) };
+        let attention =
+            Attention::new(gpu, 1, kv, heads, &queries, &bytes, rows, &scratch, outputs, Some(input))
+                .unwrap();
+        if turns && !attention.turns() {
+            return None;
+        }
+        let rope = RopeAppend::new(gpu, 1, n_heads, kv, input, rows, &queries, &bytes).unwrap();
+        run(gpu, |step| {
+            if turns {
+                attention.record_turning(step, visible, end);
+            } else {
+                rope.record(step, 1);
+                attention.record(step, 1, visible, end);
+            }
+        });
+        Some([&coded.codes, &coded.cells, &bytes].map(|slice| read_words(gpu, slice)))
+    };
+    let apart = run_one(false, context);
+    for end in [context, usize::MAX] {
+        let Some([codes, cells, bytes]) = run_one(true, end) else { return false };
+        let [apart_codes, apart_cells, apart_bytes] = apart.as_ref().unwrap();
+        assert!(bytes == *apart_bytes, "the cache of {what}");
+        assert!(codes == *apart_codes && cells == *apart_cells, "outputs of {what}");
+    }
+    true
+}
+
+#[test]
+fn attention_that_turns_a_lone_token_does_what_rope_and_attention_do() {
+    let Some(gpu) = gpu() else { return };
+    let kv = |format, n_kv_heads, head_dim, value_dim| KvLayout { format, n_kv_heads, head_dim, value_dim };
+    let (halves, neighbours) = (RopePairs::Halves, RopePairs::Neighbours);
+    let [f32s, f16s, q8s] = [KvFormat::F32, KvFormat::F16, KvFormat::Q8];
+    let made = [
+        check_turning(gpu, kv(f16s, 2, 128, 128), 4, (128, halves), Some(false), (false, false), (37, 0), 64),
+        check_turning(gpu, kv(f16s, 2, 128, 128), 4, (128, halves), Some(false), (false, false), (0, 0), 64),
+        check_turning(
+            gpu,
+            kv(f16s, 2, 128, 128),
+            4,
+            (128, halves),
+            Some(false),
+            (false, false),
+            (128, 0),
+            64,
+        ),
+        check_turning(gpu, kv(f32s, 1, 64, 64), 1, (32, neighbours), Some(true), (true, true), (95, 3), 32),
+        check_turning(gpu, kv(q8s, 3, 20, 12), 2, (20, halves), None, (true, false), (127, 100), 32),
+        check_turning(gpu, kv(q8s, 1, 96, 128), 3, (64, halves), Some(false), (false, true), (300, 170), 64),
+    ];
+    assert!(made.iter().all(|one| *one == made[0]), "{made:?}");
+    eprintln!("made there: {}", made[0]);
 }

@@ -18,10 +18,10 @@ use smoe_format::half::f16_to_f32;
 use smoe_format::spec::{GroupScore, GroupSpec, MoeSpec, RouterKind};
 use smoe_format::{Encoding, Uniform, Zero};
 use smoe_gpu::{
-    Angles, Argmax, Attention, AttentionHeads, AttentionOutputs, AttentionScratch, CodedPlane, Columns,
-    Delta, Embed, FloatMatmul, Gpu, Halt, KV_BLOCK, KvFormat, KvLayout, MixNorm, NormOutputs, Projections,
-    QkNorm, RopeAppend, RopePairs, Route, RouteInputs, RouteOutputs, RouterNorm, Rows, Shared, Slice, Step,
-    Weights, WorkList,
+    Angles, Argmax, Attention, AttentionHeads, AttentionOutputs, AttentionScratch, CodedMatmul, CodedPlane,
+    Columns, Delta, Embed, FloatMatmul, Gpu, Halt, KV_BLOCK, KvFormat, KvLayout, Lanes, MixNorm, NormInput,
+    NormMatmul, NormOutputs, Projections, QkNorm, RopeAppend, RopeInput, RopePairs, Route, RouteInputs,
+    RouteOutputs, RouterNorm, Rows, Shared, Slice, Step, Tuning, Weights, WorkList,
 };
 use smoe_kernels::{Kernels, KvBlocks, KvPlane, KvType, RopeStyle, sigmoid, top_k};
 

@@ -118,6 +118,77 @@ fn hidden_states_are_added_to_normed_and_quantised() {
     check_norm(gpu, 1, 1, 16384, Adds::Nothing, false, &[16]);
 }
 
+/// A coded product of a norm, both in one kernel and apart: the same bits, where hidden states go and in what comes of them.
+fn check_norm_matmul(gpu: &Gpu, (rows, cols): (usize, usize), bits: u8, adds: Adds, tuning: Option<Tuning>) {
+    let what = format!("{rows} x {cols}, {bits} bits, {adds:?}, {tuning:?}");
+    let mut random = Random(cols as u64 * 7 + rows as u64);
+    let (top_k, eps, residual) = (3, 1e-6, 0.7);
+    let encoding: Encoding = format!("q{bits}/64").parse().unwrap();
+    let mut bytes = vec![0; encoding.tensor_bytes(rows, cols).unwrap()];
+    encoding.encode(&random.values(rows * cols), cols, &mut bytes);
+    let weights = Weights::new(upload(gpu, &bytes), rows, cols, encoding);
+    let hidden = random.values(cols);
+    let plane = |random: &mut Random, n: usize| floats(gpu, &random.values(n));
+    let (weight, added) = (plane(&mut random, cols), plane(&mut random, cols));
+    let (outputs, shares) = (plane(&mut random, top_k * cols), plane(&mut random, top_k));
+    let gates = plane(&mut random, 1);
+    let experts = |shared| Delta::Experts { outputs: &outputs, weights: &shares, top_k, shared };
+    let delta = match adds {
+        Adds::Nothing => Delta::None,
+        Adds::Plane => Delta::Plane(&added, None),
+        Adds::Biased => Delta::Plane(&added, Some(&weight)),
+        Adds::Experts => experts(None),
+        Adds::Shared => experts(Some(Shared { output: &added, gate: None })),
+        Adds::Gated => experts(Some(Shared { output: &added, gate: Some(&gates) })),
+    };
+    let (stride, offset) = (rows + 7, 5);
+    let columns = || Columns { plane: stale(gpu, stride), stride, offset };
+
+    let (summed, coded, apart) = (floats(gpu, &hidden), stale_coded(gpu, 1, cols, 64), columns());
+    let out = NormOutputs { plane: None, coded: &[&coded] };
+    let norm = MixNorm::new(gpu, 1, cols, eps, &summed, &weight, delta, None, out).unwrap().scaled(residual);
+    let product = CodedMatmul::new(gpu, &weights, &coded, &apart).unwrap();
+    run(gpu, |step| {
+        norm.record(step, 1);
+        product.record(step, 1);
+    });
+
+    let (hidden, kept, fused) = (floats(gpu, &hidden), stale(gpu, cols), columns());
+    let input = NormInput { hidden: &hidden, delta, residual, kept: &kept, weight: &weight, eps };
+    let product = NormMatmul::tuned(gpu, &weights, input, &fused, tuning).unwrap();
+    let product = product.unwrap_or_else(|| panic!("{what}: not in one kernel"));
+    run(gpu, |step| product.record(step));
+    assert!(read_words(gpu, &kept) == read_words(gpu, &summed), "{what}: hidden states");
+    assert!(read_words(gpu, &fused.plane) == read_words(gpu, &apart.plane), "{what}: product");
+}
+
+#[test]
+fn a_product_that_makes_its_norm_does_what_norm_and_product_do() {
+    let Some(gpu) = gpu() else { return };
+    let wide = |threads, ahead| Some(Tuning { threads, lanes: Lanes::Wide(ahead) });
+    check_norm_matmul(gpu, (70, 200), 8, Adds::Nothing, None);
+    check_norm_matmul(gpu, (33, 1000), 4, Adds::Plane, wide(128, 4));
+    check_norm_matmul(gpu, (200, 130), 4, Adds::Biased, None);
+    check_norm_matmul(gpu, (96, 2048), 8, Adds::Experts, wide(256, 4));
+    check_norm_matmul(gpu, (65, 260), 8, Adds::Shared, wide(64, 1));
+    check_norm_matmul(gpu, (40, 96), 4, Adds::Gated, wide(128, 2));
+}
+
+#[test]
+fn a_norm_that_all_workgroups_would_read_too_much_for_stays_apart() {
+    let Some(gpu) = gpu() else { return };
+    let (rows, cols, top_k) = (32 * 600, 1024, 8);
+    let encoding: Encoding = "q4/64".parse().unwrap();
+    let bytes = encoding.tensor_bytes(rows, cols).unwrap();
+    let weights = Weights::new(stale(gpu, bytes / 4), rows, cols, encoding);
+    let (row, kept, outputs) = (stale(gpu, cols), stale(gpu, cols), stale(gpu, top_k * cols));
+    let delta = Delta::Experts { outputs: &outputs, weights: &row, top_k, shared: None };
+    let input = NormInput { hidden: &row, delta, residual: 1.0, kept: &kept, weight: &row, eps: 1e-6 };
+    let tuning = Some(Tuning { threads: 64, lanes: Lanes::Wide(4) });
+    let out = Columns::whole(stale(gpu, rows), rows);
+    assert!(NormMatmul::tuned(gpu, &weights, input, &out, tuning).unwrap().is_none());
+}
+
 #[test]
 fn what_is_added_and_what_is_embedded_may_be_multiplied() {
     let Some(gpu) = gpu() else { return };

@@ -301,8 +301,9 @@ fn a_router_that_makes_its_input_does_what_norm_and_router_do() {
             (0..n_experts as u32).map(|e| if e % 3 == 1 { WorkList::ABSENT } else { e }).collect();
         let slots = words(gpu, &some);
         // Apart, and in one; going on, and behind a halt.
-        let [apart, one] = [false, true].map(|fused| {
+        let [apart, one, elsewhere] = [(false, false), (true, false), (true, true)].map(|(fused, moves)| {
             let (eps, residual) = (1e-5, 0.5);
+            let before = floats(gpu, &hidden);
             let hidden = floats(gpu, &hidden);
             let normed = stale(gpu, cols);
             let plane = group.map(|group| {
@@ -324,6 +325,7 @@ fn a_router_that_makes_its_input_does_what_norm_and_router_do() {
             let halt = Halt { words: &shares, at: moe.top_k };
             let norm = RouterNorm {
                 hidden: &hidden,
+                before: moves.then_some(&before),
                 weight: &weight,
                 added: &added,
                 bias,
@@ -361,6 +363,8 @@ fn a_router_that_makes_its_input_does_what_norm_and_router_do() {
                         }
                         route.record(step, 1);
                     });
+                    // What the sum is of the next time.
+                    gpu.write(&before, 0, &gpu.download(&hidden).unwrap());
                     let mut all = [&hidden, &normed, &ids, &shares, &list.entries, &list.pairs]
                         .map(|slice| read_words(gpu, slice))
                         .to_vec();
@@ -374,14 +378,15 @@ fn a_router_that_makes_its_input_does_what_norm_and_router_do() {
                 .collect::<Vec<_>>()
         });
         assert_eq!(apart, one, "{moe:?}, {cols} columns");
+        assert_eq!(apart, elsewhere, "{moe:?}, {cols} columns");
         // The second one stands behind a halt, if the first has set it.
         let missing = one[0][2].iter().any(|&expert| expert % 3 == 1);
         assert_eq!(f32::from_bits(one[0][3][moe.top_k]), if missing { 5.0 } else { 0.0 }, "{moe:?}");
         assert_eq!(one[0][0] == one[1][0], missing, "hidden states behind a halt");
         halted += usize::from(missing);
     }
-    assert!((made == 4 || made == 0) && halted > 0, "{made}, {halted}");
-    eprintln!("{made} of 4 in one kernel");
+    assert!((made == 8 || made == 0) && halted > 0, "{made}, {halted}");
+    eprintln!("{made} of 8 in one kernel");
 }
 
 #[test]

@@ -7,15 +7,15 @@ use smoe_format::{Encoding, FfnKind, ModelSpec, Uniform};
 use smoe_gpu::{
     Angles, Argmax, Attention, AttentionHeads, AttentionOutputs, AttentionScratch, CodedMatmul, Columns,
     Delta, Down, Embed, ExactMatmul, ExpertInput, ExpertLayout, FloatMatmul, GateUp, Gpu, GpuError, Halt,
-    Hidden, KvFormat, KvLayout, MixNorm, NormOutputs, Projections as Projected, QkNorm, RopeAppend,
-    RopePairs, Route, RouteInputs, RouteOutputs, RouterNorm, Rows, Shared, Slice, Weights as DeviceWeights,
-    WorkList,
+    Hidden, KvFormat, KvLayout, MixNorm, NormInput, NormMatmul, NormOutputs, Projections as Projected,
+    QkNorm, RopeAppend, RopeInput, RopePairs, Route, RouteInputs, RouteOutputs, RouterNorm, Rows, Shared,
+    Slice, Weights as DeviceWeights, WorkList,
 };
 use smoe_kernels::{KvType, Matrix, Pool};
 use smoe_meter::TierMeter;
 
 use super::flow::{Flow, HALT_BYTES};
-use super::ops::{Ends, Input, Layer, LayerOps, Moe, Product, Routed, RowBuffer};
+use super::ops::{Ends, Input, Layer, LayerOps, Lone, Moe, Product, Routed, RowBuffer};
 use super::plan::layer_block_bytes;
 use super::recorder::Recorder;
 use super::tier::ExpertTier;
@@ -39,6 +39,8 @@ const COPY_THREADS: usize = 8;
 /// The planes that layers share: one layer runs at a time.
 struct Planes {
     hidden: Slice,
+    /// The same of one token, between the entrance of a layer and its router.
+    kept: Slice,
     /// Input of attention.
     input: Input,
     /// Queries, keys and values as projected.
@@ -214,6 +216,7 @@ impl<'a> Builder<'a> {
         let kv_bytes = layer_block_bytes(spec, plan.kv) * plan.kv_positions.div_ceil(BLOCK) as u64;
         let planes = Planes {
             hidden: plane("hidden states", t * d)?,
+            kept: plane("hidden states of a token", d)?,
             input: Input::new(gpu, t, d, &groups)?,
             projected: plane("projections", t * (heads + 2 * kv_heads))?,
             queries: plane("queries", t * heads)?,
@@ -342,6 +345,31 @@ impl<'a> Builder<'a> {
         Ok(())
     }
 
+    /// The product of a norm in one kernel, if that can be and is worth it.
+    fn norm_product(
+        &self,
+        weight: &Slice,
+        delta: Delta<'_>,
+        matrix: &DeviceMatrix,
+        out: &Slice,
+        stride: usize,
+    ) -> Result<Option<NormMatmul>, GpuError> {
+        let [part] = matrix.parts.as_slice() else { return Ok(None) };
+        if self.exact || matrix.encoding.tiles().is_none() {
+            return Ok(None);
+        }
+        let norm = NormInput {
+            hidden: &self.planes.hidden,
+            delta,
+            residual: self.spec.multipliers.residual as f32,
+            kept: &self.planes.kept,
+            weight,
+            eps: self.spec.rms_norm_eps,
+        };
+        let weights = DeviceWeights::new(part.bytes.clone(), part.rows, matrix.cols, matrix.encoding);
+        NormMatmul::new(self.gpu, &weights, norm, &Columns::whole(out.clone(), stride))
+    }
+
     fn layer(
         &mut self,
         layer: usize,
@@ -366,34 +394,48 @@ impl<'a> Builder<'a> {
         let matrices = [q, k, v].map(|tensor| host.matrix(tensor));
         let input = Input { float: self.planes.input.float.clone(), coded: self.planes.input.coded.clone() };
         let projected = self.planes.projected.clone();
-        let qkv = self.product(&matrices, &input, t, &projected, stride)?;
+        let stacked = if stackable(&matrices) { Some(self.up.stack(&matrices)?) } else { None };
+        let mut qkv = Vec::new();
+        match &stacked {
+            Some(stacked) => self.products_of(stacked, &input, t, &projected, stride, 0, &mut qkv)?,
+            None => qkv = self.product(&matrices, &input, t, &projected, stride)?,
+        }
+        // Between them the router's norm has what is kept.
+        let lone = match &stacked {
+            Some(stacked) if matches!(weights.ffn, LayerFfn::Moe { .. }) => {
+                let made = |delta| self.norm_product(&norm_weight, delta, stacked, &projected, stride);
+                let (enter, enter_plain) = (made(self.delta_before(layer))?, made(Delta::None)?);
+                enter.zip(enter_plain).map(|(enter, enter_plain)| Lone { enter, enter_plain })
+            }
+            _ => None,
+        };
         let bias = bias.as_ref().map(|bias| self.up.vector(&bias.concat())).transpose()?;
         let norms = norm.as_ref().map(|norm| self.up.vector(&norm.concat())).transpose()?;
         let window = self.spec.window(layer).unwrap_or(usize::MAX);
         let row_buffer = self.planes.rows.iter().find(|rows| rows.window == window);
         let rows =
             Rows { rows: &row_buffer.expect("every window has its rows").rows, tables: &self.planes.tables };
-        let rope = RopeAppend::new(
-            self.gpu,
-            t,
-            a.n_heads,
-            self.kv_layout,
-            Projected { plane: &projected, stride, at: [0, heads, heads + kv_heads], bias: bias.as_ref() },
-            norms.as_ref().map(|weights| QkNorm {
+        let rope_input = RopeInput {
+            projections: Projected {
+                plane: &projected,
+                stride,
+                at: [0, heads, heads + kv_heads],
+                bias: bias.as_ref(),
+            },
+            norm: norms.as_ref().map(|weights| QkNorm {
                 weights,
                 eps: self.spec.rms_norm_eps,
                 whole: a.qk_norm_whole,
             }),
-            Angles {
+            angles: Angles {
                 table: &self.planes.angles,
                 positions: self.context,
                 dim: self.spec.rope_dim(),
                 pairs: if self.spec.rope.interleaved { RopePairs::Neighbours } else { RopePairs::Halves },
             },
-            rows,
-            &self.planes.queries,
-            &self.kv[layer],
-        )?;
+        };
+        let (queries, cache) = (&self.planes.queries, &self.kv[layer]);
+        let rope = RopeAppend::new(self.gpu, t, a.n_heads, self.kv_layout, rope_input, rows, queries, cache)?;
         let sinks = weights.sinks.as_ref().map(|sinks| self.up.vector(sinks)).transpose()?;
         let mixed = Input { float: self.planes.mixed.float.clone(), coded: self.planes.mixed.coded.clone() };
         let wanted = host.matrix(&weights.o).tiles().filter(|_| !self.exact);
@@ -407,11 +449,12 @@ impl<'a> Builder<'a> {
                 scale: (a.score_scale / (a.head_dim as f64).sqrt()) as f32,
                 sinks: sinks.as_ref(),
             },
-            &self.planes.queries,
-            &self.kv[layer],
+            queries,
+            cache,
             rows,
             &self.planes.scratch,
             AttentionOutputs { plane: coded.is_none().then_some(&mixed.float), coded },
+            Some(rope_input),
         )?;
         let delta = self.planes.delta.clone();
         let o = self.product(&[host.matrix(&weights.o)], &mixed, t, &delta, d)?;
@@ -465,6 +508,7 @@ impl<'a> Builder<'a> {
                 // What `leave` does.
                 let norm = RouterNorm {
                     hidden: &self.planes.hidden,
+                    before: lone.is_some().then_some(&self.planes.kept),
                     weight: &norm_weight,
                     added: &self.planes.delta,
                     bias: o_bias.as_ref(),
@@ -500,7 +544,7 @@ impl<'a> Builder<'a> {
             }
             (LayerFfn::Moe { .. }, None) => unreachable!("an MoE layer has its table"),
         };
-        Ok(Layer { enter, enter_plain, qkv, rope, window, attention, o, leave, ops })
+        Ok(Layer { enter, enter_plain, qkv, lone, rope, window, attention, o, leave, ops })
     }
 
     /// Room for the hidden values of `pairs` pairs.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use smoe_gpu::{DeviceKind, Kernel, Submitted};
+use smoe_gpu::{CopyKernel, DeviceKind, Gpu, GpuError, Idle, Kernel, Links, Step, Submitted};
 
 use super::{GpuBackend, Pending};
 use crate::EngineError;
@@ -23,8 +23,59 @@ const COLD_BYTES: usize = 128 << 20;
 /// the cost of handing over and waiting.
 const FEW: usize = 1;
 const MANY: usize = 8;
+/// Dispatches of next to nothing that are timed.
+const LINKED: usize = 400;
+/// Bytes that are copied: several times what a cache holds.
+const COPIED: u64 = 512 << 20;
 /// Tokens that follow each other before they begin again at the first position: as many as a block holds.
 const POSITIONS: u32 = 32;
+
+/// What is done to the kernels of a token that is timed.
+enum Change {
+    Nothing,
+    /// One is left out.
+    Without(Arc<Kernel>),
+    /// They return at once.
+    Idle(Arc<Idle>),
+}
+
+/// Seconds of one of `count` dispatches that `record` records, given its number.
+fn time_each(gpu: &Gpu, count: usize, record: &dyn Fn(&mut Step, usize)) -> Result<f64, GpuError> {
+    let steps = |n: usize| {
+        let start = Instant::now();
+        let mut step = gpu.step();
+        (0..n).for_each(|i| record(&mut step, i));
+        let recorded = step.finish();
+        let recording = start.elapsed();
+        let submitted = gpu.submit([recorded]);
+        gpu.wait(&submitted)?;
+        Ok::<_, GpuError>((start.elapsed() - recording).as_secs_f64())
+    };
+    let mut times = Vec::with_capacity(TIMES);
+    for _ in 0..TIMES {
+        // With it goes what handing over and waiting cost.
+        let one = steps(1)?;
+        times.push((steps(1 + count)? - one) / count as f64);
+    }
+    Ok(median(times))
+}
+
+fn time_links(gpu: &Gpu) -> Result<f64, GpuError> {
+    let links = Links::new(gpu)?;
+    time_each(gpu, LINKED, &|step, i| links.record(step, i))
+}
+
+/// Not a number where there is no room.
+fn time_copies(gpu: &Gpu) -> Result<f64, GpuError> {
+    let software = gpu.facts().kind == DeviceKind::Software;
+    let bytes = if software { COPIED >> 6 } else { COPIED };
+    let (Ok(from), Ok(to)) = (gpu.buffer("from", bytes), gpu.buffer("to", bytes)) else {
+        return Ok(f64::NAN);
+    };
+    let copy = CopyKernel::new(gpu, &from, &to)?;
+    let seconds = time_each(gpu, if software { 1 } else { 16 }, &|step, _| copy.record(step))?;
+    Ok(copy.bytes() as f64 / seconds.max(1e-12))
+}
 
 fn median(mut times: Vec<f64>) -> f64 {
     times.remove(0);
@@ -68,15 +119,17 @@ impl GpuBackend {
     fn time_kernels(&mut self) -> Result<TokenCosts, EngineError> {
         let warm_up = if self.gpu.facts().kind == DeviceKind::Software { Duration::ZERO } else { WARM_UP };
         let began = Instant::now();
-        let mut token_s = self.time_together(None)?.0;
+        let mut token_s = self.time_together(&Change::Nothing)?.0;
         while began.elapsed() < warm_up {
-            token_s = self.time_together(None)?.0;
+            token_s = self.time_together(&Change::Nothing)?.0;
         }
-        let mut kernels = Vec::new();
+        let (mut kernels, mut run, mut dispatches) = (Vec::new(), Vec::new(), 0);
         for kernel in self.gpu.compiled() {
             let name = kernel.name().to_owned();
-            let (without_s, runs, grid) = self.time_together(Some(kernel))?;
+            let (without_s, runs, grid) = self.time_together(&Change::Without(kernel.clone()))?;
             if runs > 0 {
+                dispatches += runs;
+                run.push(kernel);
                 kernels.push(KernelCost {
                     name,
                     grid,
@@ -86,12 +139,16 @@ impl GpuBackend {
             }
         }
         kernels.sort_by(|a, b| (b.seconds * f64::from(b.runs)).total_cmp(&(a.seconds * f64::from(a.runs))));
-        Ok(TokenCosts { token_s, kernels })
+        let idle = Change::Idle(Arc::new(self.gpu.idle(&run)?));
+        let dispatch_in_token_s = self.time_together(&idle)?.0 / f64::from(dispatches);
+        let dispatch_s = time_links(&self.gpu)?;
+        let copy_bytes_per_s = time_copies(&self.gpu)?;
+        Ok(TokenCosts { token_s, dispatches, dispatch_s, dispatch_in_token_s, copy_bytes_per_s, kernels })
     }
 
-    /// Seconds of a token among others that follow each other at once, without a kernel; how often that was left out, and
-    /// its workgroups.
-    fn time_together(&mut self, without: Option<Arc<Kernel>>) -> Result<(f64, u32, [u32; 3]), EngineError> {
+    /// Seconds of a token among others that follow each other at once, or of what a change leaves of it; how often a kernel
+    /// was left out, and its workgroups.
+    fn time_together(&mut self, change: &Change) -> Result<(f64, u32, [u32; 3]), EngineError> {
         let software = self.gpu.facts().kind == DeviceKind::Software;
         let (rounds, many) = if software { (2, FEW + 1) } else { (TIMES, MANY) };
         let mut times = Vec::with_capacity(rounds);
@@ -106,8 +163,10 @@ impl GpuBackend {
                 for buffer in &self.rows {
                     self.gpu.write(&buffer.rows, 0, bytemuck::cast_slice(&[0u32, 0, 0, 0]));
                 }
-                if let Some(kernel) = &without {
-                    self.recorder.step().leave_out(kernel.clone());
+                match change {
+                    Change::Nothing => {}
+                    Change::Without(kernel) => self.recorder.step().leave_out(kernel.clone()),
+                    Change::Idle(idle) => self.recorder.step().idle(idle.clone()),
                 }
                 let layers = self.layers.len();
                 let mut reading = None;
@@ -118,7 +177,8 @@ impl GpuBackend {
                 }
                 let (times, grid) = self.recorder.step().left_out();
                 left_out = (times / tokens as u32, grid);
-                if without.is_some() && times == 0 {
+                if matches!(change, Change::Without(_)) && times == 0 {
+                    self.recorder.clear();
                     return Ok((0.0, 0, grid));
                 }
                 let step = self.recorder.ahead(None);

@@ -227,18 +227,29 @@ impl GpuBackend {
         }
     }
 
-    /// Records a layer's attention, and adds it to the hidden states unless something else does.
+    /// Records a layer's attention, and adds it to the hidden states unless the router does.
     fn record_attention(&mut self, layer: usize, leaves: bool) {
         let (tokens, visible) = (self.tokens, self.visible);
         let ops = &self.layers[layer];
         let step = self.recorder.step();
-        match self.pending {
-            Pending::Nothing => ops.enter_plain.record(step, tokens),
-            Pending::Ffn => ops.enter.record(step, tokens),
+        match (ops.lone.as_ref().filter(|_| !leaves), self.pending) {
+            (Some(lone), Pending::Nothing) => lone.enter_plain.record(step),
+            (Some(lone), Pending::Ffn) => lone.enter.record(step),
+            (None, pending) => {
+                match pending {
+                    Pending::Nothing => ops.enter_plain.record(step, tokens),
+                    Pending::Ffn => ops.enter.record(step, tokens),
+                }
+                ops.qkv.iter().for_each(|product| product.record(step, tokens));
+            }
         }
-        ops.qkv.iter().for_each(|product| product.record(step, tokens));
-        ops.rope.record(step, tokens);
-        ops.attention.record(step, tokens, ops.window.min(visible), visible);
+        let seen = ops.window.min(visible);
+        if tokens == 1 && ops.attention.turns() {
+            ops.attention.record_turning(step, seen, visible);
+        } else {
+            ops.rope.record(step, tokens);
+            ops.attention.record(step, tokens, seen, visible);
+        }
         ops.o.iter().for_each(|product| product.record(step, tokens));
         if leaves {
             ops.leave.record(step, tokens);

@@ -2,7 +2,7 @@
 
 use smoe_gpu::{
     Argmax, Attention, CodedMatmul, CodedPlane, Down, Embed, ExactMatmul, FloatMatmul, GateUp, Gpu, GpuError,
-    MixNorm, RopeAppend, Route, Slice, Step, WorkList,
+    MixNorm, NormMatmul, RopeAppend, Route, Slice, Step, WorkList,
 };
 
 /// A product with a matrix of the backbone.
@@ -111,6 +111,12 @@ impl LayerOps {
     }
 }
 
+/// The entrance of a layer that one kernel is enough for.
+pub(super) struct Lone {
+    pub(super) enter: NormMatmul,
+    pub(super) enter_plain: NormMatmul,
+}
+
 /// A layer, ready to be recorded.
 pub(super) struct Layer {
     /// Adds what the layer before left, and norms.
@@ -118,6 +124,8 @@ pub(super) struct Layer {
     /// Norms only.
     pub(super) enter_plain: MixNorm,
     pub(super) qkv: Vec<Product>,
+    /// What `enter`, `enter_plain` and `qkv` do, of one token in a kernel; hidden states go where the router takes them from.
+    pub(super) lone: Option<Lone>,
     pub(super) rope: RopeAppend,
     /// Positions that attention sees at most.
     pub(super) window: usize,

@@ -3,6 +3,8 @@
 #![allow(clippy::print_stderr, reason = "what is skipped is said")]
 
 use std::ops::{ControlFlow, Range};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
 
 use smoe_format::{Encoding, FfnKind};
 use smoe_gpu::{Gpu, Software};
@@ -12,7 +14,10 @@ use smoe_testkit::TinyModel;
 use super::begun::BEGUN;
 use super::flow::FORESEEN;
 use crate::plan::{PlanRequest, RingSize};
-use crate::{Control, DeviceChoice, Engine, EngineOptions, Limits, Sampler, Sampling, Session, Vault};
+use crate::{
+    Control, DeviceChoice, Driver, Engine, EngineOptions, Event, Job, Limits, Sampler, Sampling, Scheduler,
+    SchedulerOptions, Session, Vault,
+};
 
 /// What a step of `tokens` behind `held` ones gives and counts, some layers having forgotten their experts.
 fn step(
@@ -159,6 +164,20 @@ fn largest(bits: &[u32]) -> u32 {
 }
 
 #[test]
+fn what_a_token_costs_is_told_apart() {
+    let model = TinyModel::qwen3(39);
+    let Some((_dir, _vault, mut engine)) = engine(&model) else { return };
+    let expected = logits_after(&mut engine, &model.prompt(5, 1));
+    let Some((_dir, _vault, mut engine)) = self::engine(&model) else { return };
+    let costs = engine.device_costs().unwrap().unwrap();
+    let kernels: u32 = costs.kernels.iter().map(|kernel| kernel.runs).sum();
+    assert!(costs.dispatches == kernels && kernels > 20, "{costs:?}");
+    assert!(costs.dispatch_s.is_finite() && costs.copy_bytes_per_s > 0.0, "{costs:?}");
+    // Kernels that return at once leave nothing behind.
+    assert!(logits_after(&mut engine, &model.prompt(5, 1)) == expected);
+}
+
+#[test]
 fn greedy_tokens_are_begun_before_they_are_asked_for_and_are_the_same() {
     let model = TinyModel::qwen3(36);
     let Some((_dir, vault, mut engine)) = engine(&model) else { return };
@@ -245,6 +264,92 @@ fn what_was_begun_in_vain_leaves_no_trace() {
         engine.close(first, false);
         engine.close(second, false);
     }
+}
+
+/// A greedy or a drawn job, and where its tokens go.
+fn job(prompt: &[u32], tokens: usize, temperature: f32) -> (Job, Arc<Mutex<Vec<u32>>>) {
+    let heard: Arc<Mutex<Vec<u32>>> = Arc::default();
+    let told = heard.clone();
+    let job = Job {
+        prompt: prompt.to_vec(),
+        sampling: Sampling { temperature, seed: 5, ..Sampling::default() },
+        limits: Limits { max_tokens: tokens, end_tokens: Vec::new() },
+        logprobs: None,
+        constraint: None,
+        cancel: Arc::default(),
+        sink: Box::new(move |event: Event<'_>| {
+            if let Event::Token { id, .. } = event {
+                told.lock().unwrap().push(id);
+            }
+            ControlFlow::Continue(())
+        }),
+    };
+    (job, heard)
+}
+
+/// Steps until `until` holds.
+fn steps(scheduler: &mut Scheduler, until: impl Fn() -> bool) {
+    for _ in 0..1000 {
+        if until() {
+            return;
+        }
+        scheduler.step();
+    }
+    panic!("a job that does not end");
+}
+
+#[test]
+fn a_schedulers_greedy_job_goes_on_with_what_the_device_began_whoever_comes_and_goes() {
+    let model = TinyModel::qwen3(38);
+    let Some((_dir, _vault, mut engine)) = engine(&model) else { return };
+    engine.preload(&mut |_, _| {}).unwrap();
+    let prompts = [1, 2, 3].map(|which| model.prompt(20, which));
+    let expected = prompts.clone().map(|mut all| {
+        for _ in 0..40 {
+            all.push(largest(&logits_after(&mut engine, &all)));
+        }
+        all.split_off(20)
+    });
+    let options = SchedulerOptions { speculate: false, ..SchedulerOptions::default() };
+    let mut scheduler = Scheduler::new(engine, options).unwrap();
+    let len = |heard: &Arc<Mutex<Vec<u32>>>| heard.lock().unwrap().len();
+
+    let before = BEGUN.get();
+    let (alone, heard) = job(&prompts[0], 40, 0.0);
+    scheduler.submit(alone).unwrap();
+    steps(&mut scheduler, || len(&heard) == 40);
+    assert_eq!(*heard.lock().unwrap(), expected[0]);
+    let [taken, begun] = [0, 1].map(|i| BEGUN.get()[i] - before[i]);
+    // 38 tokens follow one that was computed by itself and are not the last; one of them begins a block.
+    assert_eq!((taken, begun), (37, 37));
+
+    // Others come while its next step is begun already, one greedy, one drawn; it ends before them. Then one is alone again.
+    let before = BEGUN.get();
+    let (first, a) = job(&prompts[1], 24, 0.0);
+    let (second, b) = job(&prompts[2], 40, 0.0);
+    let (third, c) = job(&prompts[0], 10, 0.8);
+    let cancel = Arc::clone(&third.cancel);
+    scheduler.submit(first).unwrap();
+    steps(&mut scheduler, || len(&a) == 6);
+    scheduler.submit(second).unwrap();
+    steps(&mut scheduler, || len(&b) == 3);
+    scheduler.submit(third).unwrap();
+    steps(&mut scheduler, || len(&c) == 4);
+    cancel.store(true, Ordering::Relaxed);
+    steps(&mut scheduler, || len(&b) == 40);
+    assert_eq!(*a.lock().unwrap(), expected[1][..24]);
+    assert_eq!(*b.lock().unwrap(), expected[2]);
+    let [taken, begun] = [0, 1].map(|i| BEGUN.get()[i] - before[i]);
+    assert!(taken > 8 && begun > taken, "{taken} of {begun}: some were begun in vain");
+
+    // What is drawn is not begun.
+    let before = BEGUN.get();
+    let (drawn, heard) = job(&prompts[0], 10, 0.8);
+    scheduler.submit(drawn).unwrap();
+    steps(&mut scheduler, || len(&heard) == 10);
+    assert_eq!(BEGUN.get(), before);
+    let c = c.lock().unwrap();
+    assert_eq!(heard.lock().unwrap()[..c.len()], c[..]);
 }
 
 #[test]
