@@ -16,7 +16,7 @@ use crate::coded;
 use crate::error::SculptError;
 use crate::plan::{Item, Plan, row_offset, runs};
 use crate::progress::Progress;
-use crate::quantise::{self, Feedback, encode_with_feedback};
+use crate::quantise::{self, Expert, Feedback, Finesse, Square, encode_with_feedback};
 use crate::settings::{Recipe, Role, Settings};
 use crate::source::{Codes, Kept, Rows, Source};
 use crate::workers;
@@ -202,7 +202,7 @@ fn for_each_run(
 }
 
 /// True if a group with this weight has a finite scale.
-fn codable(w: f32) -> bool {
+pub(crate) fn codable(w: f32) -> bool {
     // Infinity in binary16, and its NaNs above.
     w.abs() <= 65504.0 || (w.is_finite() && f32_to_f16(w.abs()) < 0x7c00)
 }
@@ -276,26 +276,44 @@ pub(crate) fn encode_expert(
     table: &LayerTable,
     scratch: &mut Scratch,
 ) -> Result<Vec<(Loss, Vec<u8>)>, SculptError> {
-    let [input, hidden] = statistics.hessians(key.layer, key.expert)?;
-    let mut factors = [Some(input), Some(hidden)].map(|h| h.map(|h| Feedback::new(scratch.kernels, &h)));
-    let mut all = Vec::with_capacity(3);
+    let mut weights: [Vec<f32>; 3] = Default::default();
+    let mut losses = [Loss::Some; 3];
     for (i, (source, entry)) in tensors.iter().zip(&table.tensors).enumerate() {
+        checkpoint.read_rows(source, 0..entry.rows, &mut scratch.raw, &mut weights[i])?;
+        if let Some(&w) = weights[i].iter().find(|&&w| !codable(w)) {
+            losses[i] = Loss::Beyond(w);
+        }
+    }
+    if losses != [Loss::Some; 3] {
+        return Ok(losses.into_iter().zip(&table.tensors).map(|(loss, t)| (loss, vec![0; t.len])).collect());
+    }
+    let [input, mut hidden] = statistics.hessians(key.layer, key.expert)?;
+    let kernels = scratch.kernels;
+    let mut steps = None;
+    if let Some(step) = step {
+        let [gate, up, down] = weights;
+        let mut expert = Expert { gate, up, down };
+        let finesse = expert.scale(kernels, &input, &mut hidden);
+        weights = [expert.gate, expert.up, expert.down];
+        let of = |rows: Vec<f32>| rows.iter().map(|row| Finesse::step(*row, step)).collect::<Vec<_>>();
+        steps = Some([of(finesse.gate), of(finesse.up), of(finesse.down)]);
+    }
+    let factor = |hessian: Square| match &steps {
+        Some(_) => Feedback::loudest_first(kernels, &hessian),
+        None => Feedback::new(kernels, &hessian),
+    };
+    let mut factors = [Some(factor(input)), Some(factor(hidden))];
+    let mut all = Vec::with_capacity(3);
+    for (i, (weights, entry)) in weights.iter_mut().zip(&table.tensors).enumerate() {
         let mut out = vec![0; entry.len];
-        checkpoint.read_rows(source, 0..entry.rows, &mut scratch.raw, &mut scratch.values)?;
-        let loss = match scratch.values.iter().find(|&&w| !codable(w)) {
-            Some(&w) => Loss::Beyond(w),
-            None => {
-                let feedback = factors[usize::from(i == 2)].as_ref().expect("kept until down is done");
-                let values = &scratch.values;
-                let (kernels, encoding) = (scratch.kernels, entry.encoding);
-                encode_with_feedback(kernels, encoding, step, feedback, values, entry.cols, &mut out);
-                Loss::Some
-            }
-        };
+        let feedback = factors[usize::from(i == 2)].as_ref().expect("kept until down is done");
+        let steps = steps.as_ref().map(|steps| &*steps[i]);
+        encode_with_feedback(kernels, entry.encoding, steps, feedback, weights, entry.cols, &mut out);
+        *weights = Vec::new();
         if i == 1 {
             factors[0] = None;
         }
-        all.push((loss, out));
+        all.push((Loss::Some, out));
     }
     Ok(all)
 }
@@ -389,8 +407,8 @@ impl StepSearch<'_> {
 }
 
 /// The smallest step that is found to take at most `bpw` bits; the largest there is if none does. `expected` is the step
-/// that is expected to take so many bits, and `bits` is what a step takes: other than expected, but about as much at
-/// any step.
+/// that is expected to take so many bits, and `bits` is what a step takes: other than expected, but by about as much, or
+/// as many times, at any step.
 fn keep_budget<E>(
     bpw: f64,
     expected: impl Fn(f64) -> f32,
@@ -399,15 +417,24 @@ fn keep_budget<E>(
     let (mut wanted, mut step) = (bpw, expected(bpw));
     let mut kept: Option<f32> = None;
     let mut less = CLOSE;
+    let mut last: Option<(f64, f64)> = None;
     for round in 0.. {
-        let spare = bpw - bits(step)?;
+        let took = bits(step)?;
+        let spare = bpw - took;
         if spare >= 0.0 {
             kept = Some(kept.map_or(step, |kept| kept.min(step)));
         }
         if (0.0..=CLOSE).contains(&spare) || (round >= TRIED.1 && kept.is_some()) {
             break;
         }
-        wanted += spare - CLOSE / 2.0;
+        // Bits that are taken for each that is wanted, by the last two trials.
+        let slope = match last.replace((wanted, took)) {
+            Some((before, had)) if (wanted - before).abs() > CLOSE / 2.0 => {
+                ((took - had) / (wanted - before)).clamp(1.0, 4.0)
+            }
+            _ => 1.0,
+        };
+        wanted += (spare - CLOSE / 2.0) / slope;
         if spare < 0.0 && round >= TRIED.1 {
             // Not about as much, then: down it goes, faster and faster.
             wanted -= less;

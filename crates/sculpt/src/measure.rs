@@ -26,7 +26,7 @@ use crate::encode::{Loss, Scratch, StepSearch, encode_expert, encode_expert_rows
 use crate::error::SculptError;
 use crate::plan::{Sources, feedback_bytes, kind_name, row_offset, runs};
 use crate::progress::Progress;
-use crate::settings::{Recipe, Settings};
+use crate::settings::{CALIBRATION, CHANNELS, Recipe, Settings};
 use crate::source::Source;
 use crate::vault::{read_backbone, read_head};
 use crate::verify::{original_backbone, original_spec};
@@ -88,9 +88,17 @@ pub fn measure_error(
             &mut scratch.raw,
             &mut scratch.values,
         )?;
+        let values = std::mem::take(&mut scratch.values);
+        let channels = pair.channels(piece, scratch)?;
+        scratch.values = values;
         row.resize(piece.cols, 0.0);
         for (i, weights) in scratch.values.chunks_exact(piece.cols).enumerate() {
             piece.encoding.decode_row(stored, piece.cols, i, row);
+            match &channels {
+                Channels::AsTheyWere => {}
+                Channels::Rows => scale_back(weights, row),
+                Channels::Columns(scales) => row.iter_mut().zip(scales).for_each(|(q, s)| *q /= s),
+            }
             for (&w, &q) in weights.iter().zip(row.iter()) {
                 let (w, q) = (f64::from(w), f64::from(q));
                 sums.power += w * w;
@@ -266,6 +274,26 @@ impl Sums {
     }
 }
 
+/// What became of the channels of an expert in the matrix of a piece: those of one that was calibrated for an entropy
+/// coder are scaled, up's rows by what down's columns are not ([`crate::quantise::Expert::scale`]).
+enum Channels {
+    AsTheyWere,
+    Rows,
+    Columns(Vec<f32>),
+}
+
+/// What a row was divided by, as far as its codes tell; 1 if they do not.
+fn divisor(weights: &[f32], decoded: &[f32]) -> f32 {
+    let sum = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>();
+    let divisor = (sum(weights, weights) / sum(weights, decoded)) as f32;
+    if divisor.is_finite() && divisor > 0.0 { divisor } else { 1.0 }
+}
+
+fn scale_back(weights: &[f32], decoded: &mut [f32]) {
+    let divisor = divisor(weights, decoded);
+    decoded.iter_mut().for_each(|q| *q *= divisor);
+}
+
 /// A run of rows of a tensor.
 struct Piece {
     kind: String,
@@ -285,6 +313,7 @@ enum Place {
     /// In record `record`: bytes of the record.
     Expert {
         record: usize,
+        projection: Projection,
         bytes: Range<usize>,
     },
 }
@@ -384,7 +413,7 @@ impl Pair {
 
     /// The statistics with which the vault was made, if it was made with any.
     fn statistics(&self, dir: Option<&Path>, vault: &Path) -> Result<Option<Statistics>, SculptError> {
-        let Some(made) = self.made.as_deref().and_then(|made| made.split_once(" calibration=")) else {
+        let Some(made) = self.made.as_deref().and_then(|made| made.split_once(CALIBRATION)) else {
             return Ok(None);
         };
         let refuse = |what: &str| SculptError::Incomparable { path: vault.to_owned(), what: what.to_owned() };
@@ -400,7 +429,7 @@ impl Pair {
     /// The record of a piece of an expert, and its bytes there.
     fn expert(&self, piece: &Piece) -> Option<(usize, Range<usize>)> {
         match &piece.place {
-            Place::Expert { record, bytes } => Some((*record, bytes.clone())),
+            Place::Expert { record, bytes, .. } => Some((*record, bytes.clone())),
             Place::Backbone { .. } => None,
         }
     }
@@ -447,20 +476,54 @@ impl Pair {
         Ok(order)
     }
 
+    /// An entropy-coded record as it is in a slot.
+    fn decoded(&self, record: usize) -> Result<Vec<u8>, SculptError> {
+        let (experts, file, path) = &self.experts;
+        let entry = &experts.records[record];
+        let mut raw = vec![0; entry.len as usize];
+        file.read_exact_at(&mut raw, entry.offset).map_err(SculptError::io("read", path))?;
+        let table = experts.table(entry.key.layer).expect("every record's layer has a table");
+        let mut tiles = vec![0; table.record_len];
+        decode_record(&raw, raw.len(), table, &mut tiles, |block| block.decode())
+            .map_err(|source| SculptError::Vault { path: path.clone(), source })?;
+        Ok(tiles)
+    }
+
+    /// What became of the channels in the matrix of a piece.
+    fn channels(&self, piece: &Piece, scratch: &mut Scratch) -> Result<Channels, SculptError> {
+        let scaled = self.made.as_deref().is_some_and(|made| made.contains(CHANNELS));
+        let Place::Expert { record, projection, .. } = piece.place else { return Ok(Channels::AsTheyWere) };
+        let (key, sources) = &self.sources[record];
+        let table = self.experts.0.table(key.layer).expect("every record's layer has a table");
+        if !(scaled && may_feed_back(sources, table)) || projection == Projection::Gate {
+            return Ok(Channels::AsTheyWere);
+        }
+        if projection == Projection::Up {
+            return Ok(Channels::Rows);
+        }
+        let (source, entry) = (&sources[1], &table.tensors[1]);
+        let tiles = self.decoded(record)?;
+        self.checkpoint.read_rows(source, 0..source.rows, &mut scratch.raw, &mut scratch.values)?;
+        let mut row = vec![0.0; source.cols];
+        let rows = scratch.values.chunks_exact(source.cols).enumerate();
+        Ok(Channels::Columns(
+            rows.map(|(i, weights)| {
+                entry.encoding.decode_row(&tiles[entry.offset..][..entry.len], source.cols, i, &mut row);
+                divisor(weights, &row)
+            })
+            .collect(),
+        ))
+    }
+
     /// Reads a piece's stored bytes into `buffers.stored`.
     fn read(&self, piece: &Piece, buffers: &mut Buffers) -> Result<(), SculptError> {
         let (file, at, len, path) = match &piece.place {
             Place::Backbone { offset, len } => (&self.backbone.0, *offset, *len, &self.backbone.1),
-            Place::Expert { record, bytes } => {
+            Place::Expert { record, bytes, .. } => {
                 let (experts, file, path) = &self.experts;
                 let entry = &experts.records[*record];
                 if experts.coded {
-                    let mut raw = vec![0; entry.len as usize];
-                    file.read_exact_at(&mut raw, entry.offset).map_err(SculptError::io("read", path))?;
-                    let table = experts.table(entry.key.layer).expect("every record's layer has a table");
-                    let mut tiles = vec![0; table.record_len];
-                    decode_record(&raw, raw.len(), table, &mut tiles, |block| block.decode())
-                        .map_err(|source| SculptError::Vault { path: path.clone(), source })?;
+                    let tiles = self.decoded(*record)?;
                     buffers.stored.clear();
                     buffers.stored.extend_from_slice(&tiles[bytes.clone()]);
                     return Ok(());
@@ -532,7 +595,11 @@ fn pieces(
                     source: tensors[p],
                     rows,
                     cols: entry.cols,
-                    place: Place::Expert { record, bytes: entry.offset + start..entry.offset + end },
+                    place: Place::Expert {
+                        record,
+                        projection,
+                        bytes: entry.offset + start..entry.offset + end,
+                    },
                 });
             }
         }

@@ -560,7 +560,7 @@ pub(crate) fn worker_bytes(plan: &Plan) -> usize {
 /// What a worker needs besides for error feedback: whole matrices of an expert, two Hessians and their factors.
 pub(crate) fn feedback_bytes(statistics: &Statistics, layers: &[LayerTable]) -> usize {
     let tensors = layers.iter().flat_map(|layer| &layer.tensors);
-    3 * statistics.bytes() as usize + 16 * tensors.map(|t| t.rows * t.cols).max().unwrap_or(0)
+    3 * statistics.bytes() as usize + 24 * tensors.map(|t| t.rows * t.cols).max().unwrap_or(0)
 }
 
 /// The type that holds all weights of all `sources` without loss.

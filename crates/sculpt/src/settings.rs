@@ -32,6 +32,13 @@ pub fn earlier_codes(line: &str) -> Option<String> {
     ))
 }
 
+/// How a canonical line names statistics.
+pub(crate) const CALIBRATION: &str = " calibration=";
+
+/// How it says that channels are scaled, and rows have steps, by what they are worth ([`crate::quantise::Expert`]); the
+/// first vaults with statistics and entropy codes did not say so, and were not.
+pub(crate) const CHANNELS: &str = " channels=scaled";
+
 /// How a canonical line names a number of bits.
 const BPW: &str = " entropy bpw=";
 
@@ -398,7 +405,9 @@ impl Settings {
             (Recipe::Absmax, Recipe::Absmax) => String::new(),
             _ => format!(" recipe={}", self.recipe),
         };
-        let statistics = statistics.map_or_else(String::new, |s| format!(" calibration={}", s.name()));
+        let channels = if self.coded_bpw.is_some() { CHANNELS } else { "" };
+        let statistics =
+            statistics.map_or_else(String::new, |s| format!("{CALIBRATION}{}{channels}", s.name()));
         let levels = if self.fits_levels() { " levels=fitted" } else { "" };
         format!(
             "codec={CODEC} {experts} backbone={backbone} max-layers={} max-experts={}{recoded}{recipe}{levels}{statistics}{}",

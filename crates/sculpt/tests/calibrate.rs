@@ -11,12 +11,13 @@ use common::{Random, Tiny, Type, Vault, files, run, settings};
 use smoe_sculpt::calibrate::{Document, Head, collect};
 use smoe_sculpt::{
     BackboneBits, Levels, Outcome, Progress, Recipe, SculptError, Settings, compare_codes, dry_run,
-    read_head, sculpt, verify,
+    measure_error, read_head, sculpt, verify,
 };
 
 static NEVER: AtomicBool = AtomicBool::new(false);
 
-/// Statistics of inputs whose columns depend on each other, for the model of the vault `of`.
+/// Statistics of inputs whose columns depend on each other, and of hidden channels of which some are louder than others,
+/// for the model of the vault `of`.
 fn statistics(of: &Path, out: &Path, seed: u64) {
     let file = read_head(of).unwrap();
     let manifest = file.manifest().unwrap();
@@ -38,7 +39,9 @@ fn statistics(of: &Path, out: &Path, seed: u64) {
         for token in 0..400 {
             for layer in spec.moe_layers() {
                 let expert = token % spec.moe.n_experts;
-                collector.add(layer as u32, expert as u32, &row(spec.d_model), &row(spec.moe.d_expert));
+                let mut hidden = row(spec.moe.d_expert);
+                hidden.iter_mut().enumerate().for_each(|(i, h)| *h *= (1 + 3 * (i % 3)) as f32);
+                collector.add(layer as u32, expert as u32, &row(spec.d_model), &hidden);
             }
         }
         Ok::<_, SculptError>(())
@@ -255,6 +258,10 @@ fn calibrated_codes_keep_the_budget() {
                 .sum();
             let (found, wanted) = (8.0 * bytes as f64 / weights as f64, f64::from(bpw) / 100.0);
             assert!(found <= wanted + most && found > wanted - 0.1, "{name}: {found}");
+            // Channels that were scaled are scaled back before they are measured.
+            let errors = measure_error(&case.at("checkpoint"), &case.at(&name), None, &(), &NEVER).unwrap();
+            let least = errors.iter().map(|error| error.snr_db).fold(f64::MAX, f64::min);
+            assert!(bpw == 220 || least > 6.0, "{name}: {errors:?}");
         }
     }
 }

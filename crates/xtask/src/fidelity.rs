@@ -92,7 +92,7 @@ impl Coding {
 const STATS: &str = "stats";
 
 /// Hundredths of a bit of the entropy-coded recipes: near the widths, and between them.
-const CODED_BPW: [u16; 7] = [380, 340, 325, 290, 260, 230, 200];
+const CODED_BPW: [u16; 8] = [380, 340, 325, 290, 260, 230, 200, 175];
 
 /// The widths, finest first; 16 is the reference.
 const BITS: [u8; 6] = [8, 6, 5, 4, 3, 2];

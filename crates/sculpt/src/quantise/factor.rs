@@ -42,6 +42,8 @@ pub(crate) struct Feedback {
     pub by_column: Square,
     /// How much an error in each column counts.
     pub importance: Vec<f32>,
+    /// The column of the matrix that is k-th: ascending, unless it was made [to begin with the loudest](Self::loudest_first).
+    pub order: Vec<u32>,
 }
 
 impl Feedback {
@@ -52,8 +54,9 @@ impl Feedback {
         let mean = diagonal.iter().map(|&d| f64::from(d)).sum::<f64>() / n.max(1) as f64;
         let mean = mean as f32;
         let mut by_column = Square::zeros(n);
+        let order = (0..n as u32).collect();
         if !(mean.is_finite() && mean > 0.0) {
-            return Self { by_column, importance: vec![1.0; n] };
+            return Self { by_column, importance: vec![1.0; n], order };
         }
         // Turned around, so that the usual lower factor gives the upper one.
         let mut damping = DAMPING * mean;
@@ -81,7 +84,21 @@ impl Feedback {
         }
         // A column that no token used counts a little, or its scale would be anything.
         let importance = diagonal.iter().map(|&d| if d > 0.0 { d + damping } else { damping }).collect();
-        Self { by_column, importance }
+        Self { by_column, importance, order }
+    }
+
+    /// The same for columns in descending order of the Hessian's diagonal: those whose errors count most come while there
+    /// are many left in which to make up for them.
+    pub fn loudest_first(kernels: Kernels, hessian: &Square) -> Self {
+        let mut order: Vec<u32> = (0..hessian.n as u32).collect();
+        let loud = |k: u32| hessian.row(k as usize)[k as usize];
+        order.sort_by(|&a, &b| loud(b).total_cmp(&loud(a)).then(a.cmp(&b)));
+        let mut sorted = Square::zeros(hessian.n);
+        for (row, &i) in sorted.values.chunks_exact_mut(hessian.stride.max(1)).zip(&order) {
+            let from = hessian.row(i as usize);
+            row.iter_mut().zip(&order).for_each(|(to, &j)| *to = from[j as usize]);
+        }
+        Self { order, ..Self::new(kernels, &sorted) }
     }
 }
 

@@ -3,7 +3,8 @@
 //!
 //! Columns go in their natural order; the scale of a group is searched when its turn comes, on weights that already make
 //! up for the groups before, weighted by the diagonal of the Hessian. Codes that are meant for an entropy coder have the
-//! even cells of one step a row instead ([`crate::coded`]).
+//! even cells of one step a row instead ([`crate::coded`]): their scales are known beforehand, and columns go in any
+//! order.
 
 use smoe_format::half::f16_to_f32;
 use smoe_format::tile::{self, ROWS};
@@ -17,15 +18,15 @@ use super::{MAX_GROUP, WithGrid, with_grid};
 use crate::coded::{self, RowStep};
 
 /// Codes a whole matrix, `[rows, cols]`, with feedback over its columns; `out` is its tiles, to be overwritten. With
-/// `step`, the codes are those of cells of so many mean magnitudes of their row.
+/// `steps`, one a row, the codes are those of cells of so many mean magnitudes of their row.
 ///
 /// # Panics
-/// If a length does not match, the encoding is not [searchable](super::is_searchable), or there is a step and the
-/// encoding is none of even levels.
+/// If a length does not match, the encoding is not [searchable](super::is_searchable), there are steps and the encoding
+/// is none of even levels, or there are none and the feedback is not in the natural order of columns.
 pub(crate) fn encode_with_feedback(
     kernels: Kernels,
     encoding: Encoding,
-    step: Option<f32>,
+    steps: Option<&[f32]>,
     feedback: &Feedback,
     weights: &[f32],
     cols: usize,
@@ -34,14 +35,16 @@ pub(crate) fn encode_with_feedback(
     assert_eq!(feedback.importance.len(), cols, "a column each");
     let layout = encoding.tiles().expect("codes lie in tiles");
     let mut errors = Vec::new();
-    for (rows, block) in weights.chunks(ROWS * cols).zip(out.chunks_exact_mut(layout.block_bytes(cols))) {
+    for (i, (rows, block)) in
+        weights.chunks(ROWS * cols).zip(out.chunks_exact_mut(layout.block_bytes(cols))).enumerate()
+    {
         let errors = &mut errors;
         let work = Fed { kernels, layout, feedback, rows, cols, block, errors };
-        match (step, encoding) {
+        match (steps, encoding) {
             (None, _) => with_grid(encoding, work),
-            (Some(step), Encoding::Uniform(uniform)) => {
-                let scaling =
-                    RowSteps(rows.chunks(cols).map(|row| RowStep::of(uniform, row, step)).collect());
+            (Some(steps), Encoding::Uniform(uniform)) => {
+                let rows = rows.chunks(cols).zip(&steps[i * ROWS..]);
+                let scaling = RowSteps(rows.map(|(row, &step)| RowStep::of(uniform, row, step)).collect());
                 kernels.compiled(Block { grid: UniformGrid { max_code: uniform.max_code() }, scaling, work });
             }
             (Some(_), _) => unreachable!("a step is of even levels"),
@@ -72,9 +75,11 @@ impl WithGrid for Fed<'_> {
 trait Scaling {
     /// The code that stands where there is no weight.
     const FILL: u8;
+    /// The scale is that of the weights as they are, so that columns may go in any order.
+    const AHEAD: bool;
 
     /// The stored scale, and grid steps a unit of weight: what a weight is multiplied by before the nearest level is
-    /// taken. `weights` make up for the groups before.
+    /// taken. `weights` make up for the groups before, unless it is known ahead.
     fn scale(&self, row: usize, weights: &[f32], importance: &[f32]) -> (u16, f32);
 }
 
@@ -83,6 +88,7 @@ struct Searched<G>(G);
 
 impl<G: Grid> Scaling for Searched<G> {
     const FILL: u8 = 0;
+    const AHEAD: bool = false;
 
     #[inline(always)]
     fn scale(&self, _: usize, weights: &[f32], importance: &[f32]) -> (u16, f32) {
@@ -97,6 +103,7 @@ struct RowSteps(Vec<RowStep>);
 
 impl Scaling for RowSteps {
     const FILL: u8 = coded::FILL;
+    const AHEAD: bool = true;
 
     #[inline(always)]
     fn scale(&self, row: usize, weights: &[f32], _: &[f32]) -> (u16, f32) {
@@ -121,22 +128,39 @@ impl<G: Grid, S: Scaling> Loops for Block<'_, G, S> {
     #[inline(always)]
     fn run(self) {
         let Self { grid, scaling, work: Fed { layout, feedback, rows, cols, block, errors, .. } } = self;
-        let (group, n_rows) = (layout.group(), rows.len() / cols);
-        let (u, stride) = (&feedback.by_column, feedback.by_column.stride);
+        let (group, groups, n_rows) = (layout.group(), layout.groups(cols), rows.len() / cols);
+        let (u, stride, order) = (&feedback.by_column, feedback.by_column.stride, &feedback.order);
+        assert!(S::AHEAD || order.iter().enumerate().all(|(k, &column)| k == column as usize));
         errors.clear();
         errors.resize(ROWS * stride, 0.0);
         block.fill(0);
-        let mut codes = [S::FILL; ROWS * MAX_GROUP];
-        let codes = &mut codes[..ROWS * group];
+        let mut codes = vec![S::FILL; groups * ROWS * group];
+        // Of each group: its step, and the grid's steps a unit of weight.
+        let mut scales = vec![[[0.0f32; ROWS]; 2]; groups];
+        let mut values = [0.0; MAX_GROUP];
+        let mut scale = |g: usize,
+                         row: usize,
+                         scales: &mut [[[f32; ROWS]; 2]],
+                         values: &[f32],
+                         weighted: &[f32]| {
+            let (half, inverse) = scaling.scale(row, values, weighted);
+            layout.write_levels(&mut block[g * layout.tile_bytes()..][..layout.tile_bytes()], row, half, 0);
+            scales[g][0][row] = f16_to_f32(half) / grid.scale();
+            scales[g][1][row] = inverse;
+        };
+        if S::AHEAD {
+            for (row, weights) in rows.chunks_exact(cols).enumerate() {
+                for (g, weights) in weights.chunks(group).enumerate() {
+                    scale(g, row, &mut scales, weights, &[]);
+                }
+            }
+        }
         let mut targets: Box<Columns> = Box::new([[0.0; ROWS]; MAX_GROUP]);
         let mut lost: Box<Columns> = Box::new([[0.0; ROWS]; MAX_GROUP]);
-        let (mut values, mut importance) = ([0.0; MAX_GROUP], [0.0; MAX_GROUP]);
-        for (g, tile) in block.chunks_exact_mut(layout.tile_bytes()).enumerate() {
-            let first = g * group;
-            let width = group.min(cols - first);
-            importance[width..].fill(0.0);
-            importance[..width].copy_from_slice(&feedback.importance[first..first + width]);
-            // What the groups before cost, made up for here.
+        let mut importance = [0.0; MAX_GROUP];
+        for (g, order) in order.chunks(group).enumerate() {
+            let (first, width) = (g * group, order.len());
+            // What the columns before cost, made up for here.
             for column in (0..width).step_by(4) {
                 let of_column =
                     |j: usize| &u.values[(first + (column + j).min(width - 1)) * stride..][..first];
@@ -151,42 +175,48 @@ impl<G: Grid, S: Scaling> Loops for Block<'_, G, S> {
                     }
                 }
             }
-            let (mut steps, mut inverses) = ([0.0f32; ROWS], [0.0f32; ROWS]);
-            for row in 0..n_rows {
-                values[width..].fill(0.0);
-                for column in 0..width {
-                    targets[column][row] += rows[row * cols + first + column];
-                    values[column] = targets[column][row];
+            for (target, &column) in targets.iter_mut().zip(order) {
+                for row in 0..n_rows {
+                    target[row] += rows[row * cols + column as usize];
                 }
-                let (half, inverse) = scaling.scale(row, &values[..group], &importance[..group]);
-                layout.write_levels(tile, row, half, 0);
-                steps[row] = f16_to_f32(half) / grid.scale();
-                inverses[row] = inverse;
             }
-            for column in 0..width {
-                let mut target = targets[column];
-                let weights = &u.values[(first + column) * stride + first..][..column];
+            if !S::AHEAD {
+                importance[width..].fill(0.0);
+                importance[..width].copy_from_slice(&feedback.importance[first..first + width]);
+                values[width..].fill(0.0);
+                for row in 0..n_rows {
+                    values
+                        .iter_mut()
+                        .zip(targets[..width].iter())
+                        .for_each(|(value, target)| *value = target[row]);
+                    scale(g, row, &mut scales, &values[..group], &importance[..group]);
+                }
+            }
+            for (k, &column) in order.iter().enumerate() {
+                let column = column as usize;
+                let mut target = targets[k];
+                let weights = &u.values[(first + k) * stride + first..][..k];
                 for (&weight, lost) in weights.iter().zip(lost.iter()) {
                     for row in 0..ROWS {
                         target[row] += weight * lost[row];
                     }
                 }
+                let [steps, inverses] = &scales[column / group];
                 let mut levels = [0.0; ROWS];
                 for row in 0..ROWS {
                     levels[row] = grid.nearest(target[row] * inverses[row]);
                 }
+                let codes = &mut codes[column / group * ROWS * group..][..ROWS * group];
                 for row in 0..n_rows {
-                    codes[row * group + column] = grid.code(levels[row]);
-                    let error = rows[row * cols + first + column] - levels[row] * steps[row];
-                    lost[column][row] = error;
-                    errors[row * stride + first + column] = error;
+                    codes[row * group + column % group] = grid.code(levels[row]);
+                    let error = rows[row * cols + column] - levels[row] * steps[row];
+                    lost[k][row] = error;
+                    errors[row * stride + first + k] = error;
                 }
             }
-            if width < group {
-                for codes in codes.chunks_exact_mut(group) {
-                    codes[width..].fill(S::FILL);
-                }
-            }
+        }
+        let tiles = block.chunks_exact_mut(layout.tile_bytes()).zip(codes.chunks_exact(ROWS * group));
+        for (tile, codes) in tiles {
             tile::pack(codes, layout.bits(), group, &mut tile[..layout.code_bytes()]);
         }
     }
@@ -280,7 +310,15 @@ mod tests {
             let mut first = None;
             for kernels in Kernels::available() {
                 let feedback = Feedback::new(kernels, &h);
-                encode_with_feedback(kernels, encoding, Some(step), &feedback, &weights, cols, &mut fed);
+                encode_with_feedback(
+                    kernels,
+                    encoding,
+                    Some(&[step; 37]),
+                    &feedback,
+                    &weights,
+                    cols,
+                    &mut fed,
+                );
                 first.get_or_insert_with(|| fed.clone());
                 assert_eq!(first.as_ref(), Some(&fed), "{kernels:?}");
             }
@@ -296,7 +334,7 @@ mod tests {
             encode_with_feedback(
                 Kernels::detect(),
                 encoding,
-                Some(step),
+                Some(&[step; 37]),
                 &feedback,
                 &weights,
                 cols,
@@ -318,7 +356,15 @@ mod tests {
         let encoding = Encoding::Uniform(uniform);
         let mut out = vec![0; encoding.tensor_bytes(rows, cols).expect("small")];
         let feedback = Feedback::new(Kernels::detect(), &hessian(cols, 300, 5));
-        encode_with_feedback(Kernels::detect(), encoding, Some(step), &feedback, &weights, cols, &mut out);
+        encode_with_feedback(
+            Kernels::detect(),
+            encoding,
+            Some(&[step; 320]),
+            &feedback,
+            &weights,
+            cols,
+            &mut out,
+        );
         for (i, tile) in out.chunks_exact(uniform.tile_bytes()).enumerate() {
             for row in 0..ROWS {
                 assert!(uniform.scale(tile, row).0 > 0.0, "tile {i} row {row}");

@@ -1,7 +1,7 @@
 //! How weights become codes when more than rounding is wanted.
 //!
 //! [`grid`]: what codes stand for; [`fit`]: tables of levels; [`search`]: the scale of a group; [`factor`] and
-//! [`feedback`]: errors made up for in later columns. Loops here are plain, and compiled for the machine's
+//! [`feedback`]: errors made up for in later columns; [`worth`]: which channels deserve finer steps. Loops here are plain, and compiled for the machine's
 //! vectors (`Kernels::compiled`); their bits are the same on every machine.
 
 mod factor;
@@ -9,6 +9,7 @@ mod feedback;
 mod fit;
 mod grid;
 mod search;
+mod worth;
 
 use smoe_format::tile::{self, ROWS};
 use smoe_format::{Encoding, Uniform, Zero};
@@ -18,6 +19,7 @@ pub(crate) use factor::{Feedback, Square};
 pub(crate) use feedback::encode_with_feedback;
 pub(crate) use fit::fit_table;
 use grid::{Grid, TableGrid, UniformGrid};
+pub(crate) use worth::{Expert, Finesse};
 
 /// The longest group.
 const MAX_GROUP: usize = 128;
