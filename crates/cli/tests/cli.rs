@@ -241,6 +241,12 @@ fn entropy_coded_experts_are_made_described_checked_and_answer() {
     let plan = json(&["plan", &vault, "--json"]);
     let decoding = &plan["entropy_decoding"];
     assert!(decoding["codes_per_s_a_thread"].as_f64().unwrap() > 0.0 && decoding["keeps_up"].is_boolean());
+    let number = |key: &str| decoding[key].as_f64().unwrap();
+    assert_eq!(decoding["pays"].as_bool().unwrap(), number("share_of_disk_time") <= 0.14);
+    let share = number("disk_bytes_per_s")
+        / number("record_bytes_per_s_a_thread")
+        / plan["threads"].as_f64().unwrap();
+    assert!((number("share_of_disk_time") / share - 1.0).abs() < 1e-9);
     assert!(stdout(&smoe(&["plan", &vault])).contains("G codes/s a thread"));
     let run = [
         "run",
