@@ -20,6 +20,8 @@ const SPLIT: usize = 128;
 const THREADS: usize = 256;
 /// Lanes that turn a head.
 const HEAD_LANES: usize = 32;
+/// Splits of a token that turn its query each for itself: 5 gain a dispatch's time by it, 24 lose 2 us (EXP-GPU-08).
+const TURNING: usize = 8;
 /// Rows of values that a lane of few queries reads ahead.
 const VALUES_AHEAD: usize = 16;
 /// Bytes that a workgroup shares besides what is counted.
@@ -313,10 +315,11 @@ impl Attention {
         })
     }
 
-    /// Whether it makes the query, key and value of a token that is alone, as [`RopeAppend`](crate::RopeAppend) would.
+    /// Whether it makes the query, key and value of a token that is alone and sees so many positions, as
+    /// [`RopeAppend`](crate::RopeAppend) would: each split would turn the query once more.
     #[must_use]
-    pub const fn turns(&self) -> bool {
-        self.turning.is_some()
+    pub fn turns(&self, visible: usize) -> bool {
+        self.turning.is_some() && splits_of(visible) <= TURNING
     }
 
     /// Records it for one token whose query, key and value it makes, with the bits of

@@ -74,8 +74,11 @@ impl Tuning {
         Self::narrow(blocks, groups, 1)
     }
 
-    /// For a lone token's down, whose workgroups quantise: 32 lanes a tile are no faster (EXP-GPU-08).
-    pub(crate) const fn of_lone_down() -> Self {
+    /// The same for a lone token's down, whose workgroups quantise.
+    pub(crate) fn of_lone_down(gpu: &Gpu, encoding: Encoding, groups: usize) -> Self {
+        if can_widen_on(gpu, encoding, groups) {
+            return Self { threads: 256, lanes: Lanes::Wide(1) };
+        }
         Self { threads: 128, lanes: Lanes::Four }
     }
 

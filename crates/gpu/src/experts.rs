@@ -170,7 +170,8 @@ impl Projection {
                     .map(|pass| {
                         let blocks = tensor.rows.div_ceil(ROWS) * TIMES;
                         if let Some(values) = lone.filter(|_| pass == 1) {
-                            let tuning = tuning.unwrap_or(Tuning::of_lone_down());
+                            let tuning =
+                                tuning.unwrap_or_else(|| Tuning::of_lone_down(gpu, encoding, groups));
                             let cut = Cut::owning(gpu, uniform, tensor.cols, tuning);
                             let extra = [("LIST", 2), ("OUT", 4), ("TOP_K", top_k), by_pair];
                             let buffers = [slots, values, &list.entries, &list.pairs, out];

@@ -6,7 +6,7 @@ use crate::cut::{Cut, Tuning};
 use crate::norm::{Delta, Draft, NORM_ROW, NormCut, add_delta, demand};
 use crate::quantise::{GRID, Repeated};
 use crate::shader::{Access, Op};
-use crate::{Columns, Gpu, GpuError, Slice, Step, Weights};
+use crate::{Columns, DeviceKind, Gpu, GpuError, Slice, Step, Weights};
 
 /// Bytes that all workgroups together may read of hidden states and what is added: each reads them all, from a cache.
 /// 160 workgroups and eight experts of 2,048 columns are 12 MiB, 288 and 4,096 are 42.
@@ -40,7 +40,7 @@ pub struct NormMatmul {
 }
 
 impl NormMatmul {
-    /// None if the device shares or binds too little for it, or each workgroup would have too much to read.
+    /// None if the device shares or binds too little for it, or all workgroups together would have too much to read.
     ///
     /// # Errors
     /// If the device refuses the kernel.
@@ -92,6 +92,10 @@ impl NormMatmul {
         let blocks = cut.blocks(encoding, groups, rows.div_ceil(ROWS), 1);
         let workgroups = rows.div_ceil(ROWS).div_ceil(blocks as usize);
         let bound = 5 + delta.bindings();
+        // The cache of a processor's own GPU is no H200's, where this was measured.
+        if gpu.facts().kind == DeviceKind::Integrated && !matches!(delta, Delta::None) {
+            return Ok(None);
+        }
         if bound > gpu.most_bindings() || workgroups * cols * 4 * (1 + delta.planes()) > READ {
             return Ok(None);
         }

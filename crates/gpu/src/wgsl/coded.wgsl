@@ -7,7 +7,7 @@
 // token), two rows each, run down the block's items with one fused multiply-add a group.
 //
 // What is indexed by a literal, once all is inlined, lives in registers: hence the lists of calls in place of
-// loops, `..s` of what is here by the line, token, span or chain, which coded.rs appends.
+// loops, `..s` of what is here by the line, token, span or chain, which cut.rs appends.
 //
 // Needs: those lists; coded_tiles.wgsl; coded_plane.wgsl or coded_own.wgsl, the operand; fn levels, which makes factors of
 // codes; fn finish, which takes the sums; fn fma2, const PLAYED; consts THREADS, SLOTS, CHAINS, HELD

@@ -6,7 +6,7 @@
 //
 // Needs: coded_tiles.wgsl; coded_plane.wgsl or coded_own.wgsl, the operand; coded_wide_exchange.wgsl or
 // coded_wide_played.wgsl; fn finish, which takes the sums; fn fma2, const PLAYED; the lists load_tiles and take_tiles of what is here by
-// the tile, which coded.rs appends; consts THREADS, TILES_AHEAD, ROW_TILES (of a block of rows), ONE_ROUND.
+// the tile, which cut.rs appends; consts THREADS, TILES_AHEAD, ROW_TILES (of a block of rows), ONE_ROUND.
 
 const LANES: u32 = 32u;
 const TEAMS: u32 = THREADS / LANES;

@@ -348,7 +348,7 @@ fn check_turning(
         let attention =
             Attention::new(gpu, 1, kv, heads, &queries, &bytes, rows, &scratch, outputs, Some(input))
                 .unwrap();
-        if turns && !attention.turns() {
+        if turns && !attention.turns(visible) {
             return None;
         }
         let rope = RopeAppend::new(gpu, 1, n_heads, kv, input, rows, &queries, &bytes).unwrap();

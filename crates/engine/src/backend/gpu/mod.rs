@@ -244,7 +244,7 @@ impl GpuBackend {
             }
         }
         let seen = ops.window.min(visible);
-        if tokens == 1 && ops.attention.turns() {
+        if tokens == 1 && ops.attention.turns(seen) {
             ops.attention.record_turning(step, seen, visible);
         } else {
             ops.rope.record(step, tokens);
