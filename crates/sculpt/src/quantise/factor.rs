@@ -267,6 +267,31 @@ pub(crate) mod tests {
     }
 
     #[test]
+    fn the_loudest_columns_come_first_and_have_their_own_factor() {
+        let mut h = hessian(70, 200, 3);
+        for (i, row) in h.values.chunks_exact_mut(h.stride).enumerate() {
+            row.iter_mut().enumerate().for_each(|(j, v)| *v *= ((1 + i % 7) * (1 + j % 7)) as f32);
+        }
+        let feedback = Feedback::loudest_first(Kernels::detect(), &h);
+        let loud = |k: usize| h.row(feedback.order[k] as usize)[feedback.order[k] as usize];
+        assert!((1..70).all(|k| loud(k - 1) >= loud(k)));
+        let mut there = feedback.order.clone();
+        there.sort_unstable();
+        assert!(there.into_iter().eq(0..70));
+        // The Hessian in that order, by hand.
+        let mut sorted = Square::zeros(70);
+        for i in 0..70 {
+            for j in 0..70 {
+                sorted.values[i * sorted.stride + j] =
+                    h.row(feedback.order[i] as usize)[feedback.order[j] as usize];
+            }
+        }
+        let expected = Feedback::new(Kernels::detect(), &sorted);
+        assert_eq!(expected.by_column.values, feedback.by_column.values);
+        assert_eq!(expected.importance, feedback.importance);
+    }
+
+    #[test]
     fn what_is_not_positive_definite_is_damped_and_nothing_gives_no_feedback() {
         let mut h = hessian(40, 3, 2);
         // Rank 3, and a column that contradicts itself.
