@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use smoe_format::half::f32_to_f16;
-use smoe_format::{Encoding, ExpertKey, LayerTable, RECORD_ALIGN, entropy, record_crc_start};
+use smoe_format::{Encoding, ExpertKey, LayerTable, ModelSpec, RECORD_ALIGN, entropy, record_crc_start};
 use smoe_kernels::Kernels;
 
 use crate::calibrate::Statistics;
@@ -16,7 +16,7 @@ use crate::coded;
 use crate::error::SculptError;
 use crate::plan::{Item, Plan, row_offset, runs};
 use crate::progress::Progress;
-use crate::quantise::{self, Expert, Feedback, Finesse, Square, encode_with_feedback};
+use crate::quantise::{self, Expert, Feedback, Finesse, Square, encode_with_feedback, may_scale};
 use crate::settings::{Recipe, Role, Settings};
 use crate::source::{Codes, Kept, Rows, Source};
 use crate::workers;
@@ -171,7 +171,8 @@ fn for_each_run(
     let table = plan.experts.table(key.layer).expect("every record's layer has a table");
     let mut fed = match &plan.statistics {
         Some(statistics) if may_feed_back(tensors, table) => {
-            encode_expert(checkpoint, statistics, plan.step, (*key, tensors), table, scratch)?.into_iter()
+            encode_expert(checkpoint, &sources.spec, statistics, plan.step, (*key, tensors), table, scratch)?
+                .into_iter()
         }
         _ => Vec::new().into_iter(),
     };
@@ -270,6 +271,7 @@ pub(crate) fn write_item(
 /// and its tiles.
 pub(crate) fn encode_expert(
     checkpoint: &Checkpoint,
+    spec: &ModelSpec,
     statistics: &Statistics,
     step: Option<f32>,
     (key, tensors): (ExpertKey, &[Source; 3]),
@@ -293,7 +295,7 @@ pub(crate) fn encode_expert(
     if let Some(step) = step {
         let [gate, up, down] = weights;
         let mut expert = Expert { gate, up, down };
-        let finesse = expert.scale(kernels, &input, &mut hidden);
+        let finesse = expert.scale(kernels, &input, &mut hidden, may_scale(spec));
         weights = [expert.gate, expert.up, expert.down];
         let of = |rows: Vec<f32>| rows.iter().map(|row| Finesse::step(*row, step)).collect::<Vec<_>>();
         steps = Some([of(finesse.gate), of(finesse.up), of(finesse.down)]);
@@ -327,6 +329,7 @@ const CLOSE: f64 = 0.005;
 /// What decides the step of codes that take a number of bits.
 pub(crate) struct StepSearch<'a> {
     pub checkpoint: &'a Checkpoint,
+    pub spec: &'a ModelSpec,
     pub experts: &'a [(ExpertKey, [Source; 3])],
     pub layers: &'a [LayerTable],
     pub statistics: Option<&'a Statistics>,
@@ -386,7 +389,15 @@ impl StepSearch<'_> {
         let (bytes, weights) = (AtomicU64::new(0), AtomicU64::new(0));
         let all = workers::for_each(self.workers, tried.len(), self.stop, |i, scratch: &mut Scratch| {
             let (key, tensors, table) = tried[i];
-            let fed = encode_expert(self.checkpoint, statistics, Some(step), (key, tensors), table, scratch)?;
+            let fed = encode_expert(
+                self.checkpoint,
+                self.spec,
+                statistics,
+                Some(step),
+                (key, tensors),
+                table,
+                scratch,
+            )?;
             let RecordScratch { tiles, coded, .. } = &mut scratch.record;
             tiles.clear();
             tiles.resize(table.record_len, 0);

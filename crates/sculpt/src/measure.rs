@@ -26,6 +26,7 @@ use crate::encode::{Loss, Scratch, StepSearch, encode_expert, encode_expert_rows
 use crate::error::SculptError;
 use crate::plan::{Sources, feedback_bytes, kind_name, row_offset, runs};
 use crate::progress::Progress;
+use crate::quantise::may_scale;
 use crate::settings::{CALIBRATION, CHANNELS, Recipe, Settings};
 use crate::source::Source;
 use crate::vault::{read_backbone, read_head};
@@ -138,7 +139,15 @@ pub fn compare_codes(
             && may_feed_back(sources, table)
             && let Some(tiles) = piece.encoding.tiles()
         {
-            let fed = encode_expert(&pair.checkpoint, statistics, step, (*key, sources), table, scratch)?;
+            let fed = encode_expert(
+                &pair.checkpoint,
+                &pair.spec,
+                statistics,
+                step,
+                (*key, sources),
+                table,
+                scratch,
+            )?;
             let (entry, (_, out)) = table
                 .tensors
                 .iter()
@@ -401,6 +410,7 @@ impl Pair {
         let fed = statistics.map_or(0, |statistics| feedback_bytes(statistics, &experts.layers));
         let search = StepSearch {
             checkpoint: &self.checkpoint,
+            spec: &self.spec,
             experts: &self.sources,
             layers: &experts.layers,
             statistics,
@@ -417,6 +427,10 @@ impl Pair {
             return Ok(None);
         };
         let refuse = |what: &str| SculptError::Incomparable { path: vault.to_owned(), what: what.to_owned() };
+        let line = self.made.as_deref().unwrap_or_default();
+        if Settings::coded_bpw_of(line).is_some() && !line.contains(CHANNELS) {
+            return Err(refuse("its codes, entropy-coded with statistics, follow an earlier rule"));
+        }
         let dir = dir.ok_or_else(|| refuse("it was made with statistics: name them with --calibration"))?;
         let statistics = Statistics::open(dir)?;
         if made.1.split(' ').next() != Some(&*statistics.name()) {
@@ -495,7 +509,9 @@ impl Pair {
         let Place::Expert { record, projection, .. } = piece.place else { return Ok(Channels::AsTheyWere) };
         let (key, sources) = &self.sources[record];
         let table = self.experts.0.table(key.layer).expect("every record's layer has a table");
-        if !(scaled && may_feed_back(sources, table)) || projection == Projection::Gate {
+        if !(scaled && may_scale(&self.spec) && may_feed_back(sources, table))
+            || projection == Projection::Gate
+        {
             return Ok(Channels::AsTheyWere);
         }
         if projection == Projection::Up {

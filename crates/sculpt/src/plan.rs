@@ -692,6 +692,7 @@ impl Plan {
     ) -> StepSearch<'a> {
         StepSearch {
             checkpoint,
+            spec: &self.sources.spec,
             experts: &self.sources.experts,
             layers: &self.experts.layers,
             statistics: self.statistics.as_ref(),

@@ -1,6 +1,6 @@
 // Attention of one token that makes its query, and key and value of its own position, each workgroup for its query head:
 // what rope.wgsl would do takes a dispatch more. The first of a kv head's workgroups leaves both in the cache; nobody
-// reads them there meanwhile.
+// uses what is read there meanwhile: that row is taken from here (`select`).
 //
 // Needs: rope_heads.wgsl and what that needs but rope_eps, put; the buffer cache (u32), which keys and values are of; const
 // NARROW_WORDS (of four elements).

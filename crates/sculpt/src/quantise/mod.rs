@@ -19,7 +19,7 @@ pub(crate) use factor::{Feedback, Square};
 pub(crate) use feedback::encode_with_feedback;
 pub(crate) use fit::fit_table;
 use grid::{Grid, TableGrid, UniformGrid};
-pub(crate) use worth::{Expert, Finesse};
+pub(crate) use worth::{Expert, Finesse, may_scale};
 
 /// The longest group.
 const MAX_GROUP: usize = 128;

@@ -7,8 +7,10 @@
 //! taken: one table of symbols serves all rows of a tensor, and sixteen levels hold no finer steps (EXP-QUANT-14).
 //!
 //! Rows have steps of their own. For the columns of down the channel itself is scaled, `up_i / s` and `down_i * s`: the
-//! function stays the same, since the hidden value is linear in up.
+//! function stays the same where the hidden value is linear in up ([`may_scale`]).
 
+use smoe_format::ModelSpec;
+use smoe_format::spec::Activation;
 use smoe_kernels::{Kernels, Loops};
 
 use super::factor::{LANES, Square, dots};
@@ -17,6 +19,13 @@ use super::factor::{LANES, Square, dots};
 const SCALED: (f32, f32) = (0.18, 2.0);
 /// No row's step is made finer than this, in its mean magnitudes: sixteen levels would not hold its weights.
 const FINEST: f32 = 0.55;
+/// No row's is made coarser: beyond it a row has two levels, which would be larger than its weights are.
+const COARSEST: f32 = 4.0;
+
+/// Whether an expert's hidden value is linear in up: what is added to up's product, or bounds it, does not scale with it.
+pub(crate) fn may_scale(spec: &ModelSpec) -> bool {
+    spec.moe.activation == Activation::SwiGlu && !spec.moe.expert_bias
+}
 
 /// The weights of an expert, row by row; those of up and down with scaled channels.
 #[derive(Debug, Default)]
@@ -40,16 +49,22 @@ pub(crate) struct Finesse {
 impl Finesse {
     /// The step of a row, in its mean magnitudes, if the tensor's is `step`.
     pub fn step(row: f32, step: f32) -> f32 {
-        (row * step).max(step.min(FINEST))
+        (row * step).max(step.min(FINEST)).min(step.max(COARSEST))
     }
 }
 
 impl Expert {
-    /// Scales the channels of up and down, and `hidden`, the Hessian of the inputs of down, with them; says how finely rows
-    /// are to be coded. `input` is that of the inputs of gate and up.
+    /// Scales the channels of up and down, and `hidden`, the Hessian of the inputs of down, with them, if they may be
+    /// ([`may_scale`]); says how finely rows are to be coded. `input` is that of the inputs of gate and up.
     ///
     /// What does not tell the channels apart (a Hessian of nothing, weights that are all zero) changes nothing.
-    pub fn scale(&mut self, kernels: Kernels, input: &Square, hidden: &mut Square) -> Finesse {
+    pub fn scale(
+        &mut self,
+        kernels: Kernels,
+        input: &Square,
+        hidden: &mut Square,
+        may_scale: bool,
+    ) -> Finesse {
         let (d_model, d_expert) = (input.n, hidden.n);
         let power: Vec<f64> = (0..d_expert).map(|i| f64::from(hidden.row(i)[i])).collect();
         let mut reach = vec![0.0f64; d_expert];
@@ -72,7 +87,8 @@ impl Expert {
         let factors: Vec<f32> =
             fourth_roots(&power).into_iter().map(|root| root.clamp(SCALED.0, SCALED.1)).collect();
         let scaled = self.up.chunks_exact(d_model).zip(&factors);
-        if scaled.flat_map(|(row, s)| row.iter().map(move |w| w / s)).all(crate::encode::codable)
+        if may_scale
+            && scaled.flat_map(|(row, s)| row.iter().map(move |w| w / s)).all(crate::encode::codable)
             && self
                 .down
                 .chunks_exact(d_expert)
@@ -209,7 +225,7 @@ mod tests {
         }
         let louder = |hidden: &Square| hidden.row(3)[3] / hidden.row(4)[4];
         let before_scaling = louder(&hidden);
-        let finesse = after.scale(Kernels::detect(), &input, &mut hidden);
+        let finesse = after.scale(Kernels::detect(), &input, &mut hidden, true);
         assert_eq!(before.gate, after.gate);
         let x: Vec<f64> = (0..d_model).map(|i| (i as f64 * 0.7).sin()).collect();
         let output = |expert: &Expert| -> Vec<f64> {
@@ -236,11 +252,33 @@ mod tests {
         let (d_model, d_expert) = (16, 20);
         let before = expert(d_model, d_expert, 7);
         let mut after = expert(d_model, d_expert, 7);
-        let finesse = after.scale(Kernels::detect(), &Square::zeros(d_model), &mut Square::zeros(d_expert));
+        let finesse =
+            after.scale(Kernels::detect(), &Square::zeros(d_model), &mut Square::zeros(d_expert), true);
         assert!(finesse.gate.iter().chain(&finesse.up).all(|f| *f == 1.0));
         assert_eq!((before.up, before.down), (after.up, after.down));
         assert_eq!(Finesse::step(0.1, 1.0), FINEST);
         assert_eq!(Finesse::step(0.1, 0.3), 0.3);
         assert_eq!(Finesse::step(1.5, 1.0), 1.5);
+        assert_eq!((Finesse::step(1e9, 1.0), Finesse::step(1e9, 5.0)), (COARSEST, 5.0));
+    }
+
+    #[test]
+    fn channels_stay_where_up_does_not_act_alone() {
+        let (d_model, d_expert) = (16, 20);
+        let before = expert(d_model, d_expert, 7);
+        let mut after = expert(d_model, d_expert, 7);
+        let (input, mut hidden) = (hessian(d_model, 60, 2), hessian(d_expert, 60, 3));
+        let finesse = after.scale(Kernels::detect(), &input, &mut hidden, false);
+        assert_eq!((before.up, before.down), (after.up, after.down));
+        assert_eq!(hidden.values, hessian(d_expert, 60, 3).values);
+        assert!(finesse.up.iter().any(|f| *f != 1.0), "rows are told apart all the same");
+
+        let mut spec = smoe_testkit::TinyModel::qwen3(1).spec;
+        assert!(may_scale(&spec));
+        spec.moe.expert_bias = true;
+        assert!(!may_scale(&spec));
+        spec.moe.expert_bias = false;
+        spec.moe.activation = Activation::ClampedSwiglu { alpha: 1.702, limit: 7.0 };
+        assert!(!may_scale(&spec));
     }
 }
