@@ -276,16 +276,23 @@ pub fn expert_ffn(
     {
         let (gates, ups) = (Shared::new(gate), Shared::new(up));
         let hidden = hidden.share();
-        pool.run(experts.len() * parts, &|task| {
+        pool.run_pieces(experts.len() * parts, &|task, piece| {
             let (e, part) = (task / parts, task % parts);
             let (call, start) = (&experts[e], firsts[e] * d_ff);
             let n = call.tokens.len();
-            let rows = part * rows_each..d_ff.min((part + 1) * rows_each);
+            let rows = piece.of_rows(part * rows_each..d_ff.min((part + 1) * rows_each), unit);
+            if rows.is_empty() {
+                return;
+            }
             // SAFETY: each task has its own expert's own rows of both planes.
             let (mut gate, mut up) = unsafe {
                 (gates.shard(start, n, d_ff, rows.clone()), ups.shard(start, n, d_ff, rows.clone()))
             };
+            kernels.begin(call.up.from_row(rows.start));
             multiply(kernels, &call.gate, rows.clone(), operand(e, &call.gate), &mut gate);
+            if let Some(next) = experts.get((task + 1) / parts) {
+                kernels.begin(next.gate.from_row((task + 1) % parts * rows_each));
+            }
             multiply(kernels, &call.up, rows.clone(), operand(e, &call.up), &mut up);
             for token in 0..n {
                 let (gate, up) = (gate.token(token), up.token(token));
@@ -312,16 +319,22 @@ pub fn expert_ffn(
     let parts = d_model.div_ceil(rows_each);
     let (hidden, floats) = (&*hidden, &*gate);
     let out = Shared::new(out);
-    pool.run(experts.len() * parts, &|task| {
+    pool.run_pieces(experts.len() * parts, &|task, piece| {
         let (e, part) = (task / parts, task % parts);
         let (call, first, n) = (&experts[e], firsts[e], experts[e].tokens.len());
-        let rows = part * rows_each..d_model.min((part + 1) * rows_each);
+        let rows = piece.of_rows(part * rows_each..d_model.min((part + 1) * rows_each), ROWS);
+        if rows.is_empty() {
+            return;
+        }
         let x = match hidden_group(e) {
             Some(group) => Operand::Coded(hidden.view(run(first, n, d_ff, group))),
             None => Operand::Float(&floats[first * d_ff..(first + n) * d_ff]),
         };
         // SAFETY: each task has its own expert's own rows.
         let mut out = unsafe { out.shard(first * d_model, n, d_model, rows.clone()) };
+        if let Some(next) = experts.get((task + 1) / parts) {
+            kernels.begin(next.down.from_row((task + 1) % parts * rows_each));
+        }
         multiply(kernels, &call.down, rows.clone(), x, &mut out);
         if let Some(bias) = call.bias {
             (0..n).for_each(|token| kernels.add_in_place(out.token(token), &bias.down[rows.clone()]));

@@ -143,12 +143,15 @@ pub fn matmul_all(pool: &Pool, kernels: Kernels, products: &mut [Product<'_>], i
     };
     let tasks_of = |m: &Matrix<'_>| m.rows().div_ceil(rows_per_task(m));
     let products = &*products;
-    pool.run(products.iter().map(|p| tasks_of(&p.matrix)).sum(), &|mut task| {
+    pool.run_pieces(products.iter().map(|p| tasks_of(&p.matrix)).sum(), &|mut task, piece| {
         for Product { matrix, out } in products {
             let tasks = tasks_of(matrix);
             if task < tasks {
                 let step = rows_per_task(matrix);
-                let rows = task * step..matrix.rows().min((task + 1) * step);
+                let rows = piece.of_rows(task * step..matrix.rows().min((task + 1) * step), ROWS);
+                if rows.is_empty() {
+                    return;
+                }
                 // SAFETY: each task has its own rows of its product's output.
                 let mut out = unsafe { out.alias(rows.clone()) };
                 multiply(kernels, matrix, rows, input.operand(matrix), &mut out);

@@ -56,6 +56,12 @@ impl<'a> Matrix<'a> {
         self.bytes
     }
 
+    /// The weights from the block of rows on that begins at `row`; none if there is no such block.
+    pub(crate) fn from_row(&self, row: usize) -> &'a [u8] {
+        let before = self.encoding.tensor_bytes(row, self.cols).unwrap_or(usize::MAX);
+        self.bytes.get(before..).unwrap_or_default()
+    }
+
     /// The uniform codes in whose tiles the codes lie ([`Encoding::tiles`]); `None` for float weights.
     #[must_use]
     pub const fn tiles(&self) -> Option<Uniform> {

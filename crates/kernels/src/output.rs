@@ -112,6 +112,17 @@ impl<'a> Shard<'a> {
         self.slice(token, row, values.len()).copy_from_slice(values);
     }
 
+    /// Writes a whole block of rows of `token`.
+    ///
+    /// # Panics
+    /// As [`Self::store`].
+    #[inline]
+    pub fn store_block<const N: usize>(&mut self, token: usize, row: usize, values: &[f32; N]) {
+        if let Some(block) = self.slice(token, row, N).as_mut_array() {
+            *block = *values;
+        }
+    }
+
     /// Writes one value.
     ///
     /// # Panics

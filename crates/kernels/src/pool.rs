@@ -12,6 +12,7 @@
 #![allow(unexpected_cfgs)]
 
 use std::any::Any;
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 use crate::output::Shared;
@@ -25,7 +26,31 @@ const SPINS: u32 = 1 << 10;
 #[cfg(all(loom, test))]
 const SPINS: u32 = 0;
 
-type Task<'a> = &'a (dyn Fn(usize) + Sync);
+/// Pieces of each of a job's last tasks ([`Pool::run_pieces`]): unmeasured but for 1 and 4 (EXP-KERNEL-14).
+#[cfg(not(all(loom, test)))]
+const PIECES: usize = 4;
+#[cfg(all(loom, test))]
+const PIECES: usize = 2;
+
+/// Which part of a task is to be done: one of the pieces of a job's last tasks, or the whole of any other.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Piece {
+    at: usize,
+    of: usize,
+}
+
+impl Piece {
+    const WHOLE: Self = Self { at: 0, of: 1 };
+
+    /// The piece's share of a task's rows, in whole units from their start on; the end of them excepted. It may be empty.
+    pub(crate) fn of_rows(self, rows: Range<usize>, unit: usize) -> Range<usize> {
+        let each = rows.len().div_ceil(self.of).next_multiple_of(unit);
+        let start = rows.end.min(rows.start + self.at * each);
+        start..rows.end.min(start + each)
+    }
+}
+
+type Task<'a> = &'a (dyn Fn(usize, Piece) + Sync);
 type Payload = Box<dyn Any + Send>;
 
 /// The current job. `None` before the first one.
@@ -36,16 +61,34 @@ struct Job {
     tasks: usize,
     /// Threads that take part: so many runs of neighbouring tasks are handed out side by side.
     runs: usize,
+    /// Tasks that are handed out in pieces, the last ones.
+    cut: usize,
 }
 
 impl Job {
-    /// The index of the task that is taken as the `claim`-th.
+    /// How often something of the job is taken.
+    const fn claims(&self) -> usize {
+        self.tasks + self.cut * (PIECES - 1)
+    }
+
+    /// What is taken as the `claim`-th: a task, or a piece of one of the last tasks.
+    const fn at(&self, claim: usize) -> (usize, Piece) {
+        let whole = self.tasks - self.cut;
+        if claim < whole {
+            (self.index(claim), Piece::WHOLE)
+        } else {
+            let piece = claim - whole;
+            (self.index(whole + piece % self.cut), Piece { at: piece / self.cut, of: PIECES })
+        }
+    }
+
+    /// The index of the task that is the `nth` to be taken.
     ///
     /// Threads that are equally fast take turns, so each stays in a run of neighbouring tasks: what it
     /// prefetches past the end of one is the beginning of its next (EXP-KERNEL-08).
-    const fn index(&self, claim: usize) -> usize {
+    const fn index(&self, nth: usize) -> usize {
         let length = self.tasks / self.runs;
-        if claim < length * self.runs { claim % self.runs * length + claim / self.runs } else { claim }
+        if nth < length * self.runs { nth % self.runs * length + nth / self.runs } else { nth }
     }
 }
 
@@ -78,8 +121,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl State {
-    /// Takes a task: gives its index and the function, or `None` if there is none to take.
-    fn claim(&self) -> Option<(usize, Task<'_>)> {
+    /// Takes a task or a piece of one: gives which, and the function, or `None` if there is none to take.
+    fn claim(&self) -> Option<((usize, Piece), Task<'_>)> {
         let mut left = self.unclaimed.load(Ordering::Relaxed);
         loop {
             if left == 0 {
@@ -90,7 +133,7 @@ impl State {
                     // SAFETY: a task is taken, so the forking thread stays in `run` and does not write the
                     // job; its write happened before the release that the exchange acquired.
                     let job = self.job.with(|job| unsafe { *job });
-                    return job.task.map(|task| (job.index(job.tasks - left), task));
+                    return job.task.map(|task| (job.at(job.claims() - left), task));
                 }
                 Err(now) => left = now,
             }
@@ -99,8 +142,8 @@ impl State {
 
     /// Takes and runs tasks until none is left to take.
     fn work(&self) {
-        while let Some((index, task)) = self.claim() {
-            if let Err(payload) = catch_unwind(AssertUnwindSafe(|| task(index))) {
+        while let Some(((index, piece), task)) = self.claim() {
+            if let Err(payload) = catch_unwind(AssertUnwindSafe(|| task(index, piece))) {
                 keep_first(&mut lock(&self.panic), payload);
             }
             // The last access to the job. Releases what the task wrote.
@@ -180,7 +223,7 @@ impl Pool {
         let state = Arc::new(State {
             unclaimed: AtomicUsize::new(0),
             unfinished: AtomicUsize::new(0),
-            job: UnsafeCell::new(Job { task: None, tasks: 0, runs: 1 }),
+            job: UnsafeCell::new(Job { task: None, tasks: 0, runs: 1, cut: 0 }),
             busy: AtomicBool::new(false),
             stop: AtomicBool::new(false),
             sleepers: AtomicUsize::new(0),
@@ -221,7 +264,22 @@ impl Pool {
     /// # Panics
     /// If a task does, with its panic (one of them), after all the others are done.
     pub fn run(&self, tasks: usize, f: &(dyn Fn(usize) + Sync)) {
-        let alone = tasks <= 1 || self.workers.is_empty() || INSIDE.with(std::cell::Cell::get);
+        self.fork(tasks, 0, &|index, _| f(index));
+    }
+
+    /// As [`Self::run`], but of the last tasks, as many as there are threads, each is handed out in pieces, so that
+    /// nobody waits long for the last of them: `f` is called with each piece once, or with the whole of a task.
+    ///
+    /// # Panics
+    /// As [`Self::run`].
+    pub(crate) fn run_pieces(&self, tasks: usize, f: &(dyn Fn(usize, Piece) + Sync)) {
+        self.fork(tasks, tasks.min(self.threads()), f);
+    }
+
+    fn fork(&self, tasks: usize, cut: usize, f: Task<'_>) {
+        let job = Job { task: None, tasks, runs: self.threads(), cut };
+        let claims = job.claims();
+        let alone = claims <= 1 || self.workers.is_empty() || INSIDE.with(std::cell::Cell::get);
         if alone || self.state.busy.swap(true, Ordering::Acquire) {
             run_inline(tasks, f);
             return;
@@ -231,9 +289,9 @@ impl Pool {
         // finished it, and this function returns (it does not unwind before) when all are finished.
         let task = unsafe { std::mem::transmute::<Task<'_>, Task<'static>>(f) };
         // SAFETY: this thread holds `busy`, the last job's tasks are all taken and finished, so nobody reads.
-        state.job.with_mut(|job| unsafe { *job = Job { task: Some(task), tasks, runs: self.threads() } });
-        state.unfinished.store(tasks, Ordering::Relaxed);
-        state.unclaimed.store(tasks, Ordering::Release);
+        state.job.with_mut(|shared| unsafe { *shared = Job { task: Some(task), ..job } });
+        state.unfinished.store(claims, Ordering::Relaxed);
+        state.unclaimed.store(claims, Ordering::Release);
         state.wake_all();
         inside_task(|| state.work());
         state.wait(|| state.unfinished.load(Ordering::Acquire) == 0);
@@ -262,7 +320,7 @@ impl Pool {
 fn run_inline(tasks: usize, f: Task<'_>) {
     let mut panic = None;
     for index in 0..tasks {
-        if let Err(payload) = catch_unwind(AssertUnwindSafe(|| f(index))) {
+        if let Err(payload) = catch_unwind(AssertUnwindSafe(|| f(index, Piece::WHOLE))) {
             keep_first(&mut panic, payload);
         }
     }
@@ -396,6 +454,21 @@ mod model {
     }
 
     #[test]
+    fn two_threads_take_pieces() {
+        let mut builder = loom::model::Builder::new();
+        builder.preemption_bound = Some(3);
+        builder.check(|| {
+            let pool = Pool::new(2, false);
+            let runs: Vec<_> = (0..2 * PIECES).map(|_| Counter::new(0)).collect();
+            pool.run_pieces(2, &|i, piece| {
+                let rows = piece.of_rows(i * PIECES..(i + 1) * PIECES, 1);
+                rows.for_each(|row| drop(runs[row].fetch_add(1, Ordering::Relaxed)));
+            });
+            assert!(runs.iter().all(|r| r.load(Ordering::Relaxed) == 1));
+        });
+    }
+
+    #[test]
     fn two_threads_fork_twice() {
         check(2, 2, 2);
     }
@@ -428,6 +501,29 @@ mod tests {
                     // Long enough that the workers sleep.
                     std::thread::sleep(Duration::from_millis(3));
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn pieces_of_the_last_tasks_are_all_of_their_rows_once() {
+        for threads in [1, 2, 3, 8] {
+            let pool = Pool::new(threads, false);
+            for (tasks, each, unit) in [(0, 64, 32), (1, 64, 32), (2, 50, 32), (7, 256, 32), (40, 200, 64)] {
+                let rows: Vec<AtomicUsize> = (0..tasks * each).map(|_| AtomicUsize::new(0)).collect();
+                let pieces = AtomicUsize::new(0);
+                pool.run_pieces(tasks, &|i, piece| {
+                    let task = i * each..(i + 1) * each;
+                    let own = piece.of_rows(task.clone(), unit);
+                    assert!(own.is_empty() || (own.start - task.start).is_multiple_of(unit));
+                    assert!(own.end == task.end || own.len().is_multiple_of(unit));
+                    pieces.fetch_add(usize::from(!own.is_empty()), Ordering::Relaxed);
+                    rows[own].iter().for_each(|r| drop(r.fetch_add(1, Ordering::Relaxed)));
+                });
+                assert!(rows.iter().all(|r| r.load(Ordering::Relaxed) == 1), "{threads} {tasks} {each}");
+                let pieces = pieces.load(Ordering::Relaxed);
+                let cut = if threads > 1 { tasks.min(threads) } else { 0 };
+                assert_eq!(pieces, tasks + cut * (each.div_ceil(unit).min(PIECES) - 1), "{threads} {tasks}");
             }
         }
     }

@@ -31,7 +31,31 @@ impl Op for Stream<'_> {
     }
 }
 
+/// Bytes that are asked for ahead of time: as far ahead as the products' own prefetches reach, which do not cover them.
+const BEGINNING: usize = 8192;
+
+struct Begin<'a>(&'a [u8]);
+
+impl Op for Begin<'_> {
+    type Out = ();
+
+    fn scalar(self) {}
+
+    #[inline(always)]
+    fn vector<S: Simd>(self, s: S) {
+        for line in self.0[..BEGINNING.min(self.0.len())].chunks(64) {
+            s.prefetch(line.as_ptr());
+        }
+    }
+}
+
 impl Kernels {
+    /// Asks for the beginning of weights that a product takes soon. A product's own prefetches begin where it does, so
+    /// that without this it waits for its first lines one after the other (EXP-KERNEL-14).
+    pub(crate) fn begin(self, bytes: &[u8]) {
+        self.run(Begin(bytes));
+    }
+
     /// Reads `bytes` once, front to back, with the widest loads and prefetches of the products, and returns a
     /// number that depends on all of them (but for a tail of less than 512) and means nothing.
     #[must_use]

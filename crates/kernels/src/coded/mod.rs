@@ -113,7 +113,12 @@ impl Kernels {
                     let row = run.start + block * ROWS;
                     let width = ROWS.min(run.end - row);
                     for (t, sums) in sums[..count].iter().enumerate() {
-                        out.store(token + t, row, &sums[..width]);
+                        // Not as a slice: a call to copy 128 bytes showed (EXP-KERNEL-14).
+                        if width == ROWS {
+                            out.store_block(token + t, row, sums);
+                        } else {
+                            out.store(token + t, row, &sums[..width]);
+                        }
                     }
                 });
                 token += count;
