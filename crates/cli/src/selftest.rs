@@ -20,6 +20,7 @@ mod with_gpu {
     use smoe_engine::{
         Control, DeviceChoice, Engine, EngineOptions, Observer, Sampler, Sampling, Session, Vault,
     };
+    use smoe_format::spec::RouterKind;
     use smoe_format::{Encoding, Table, Uniform, Zero};
     use smoe_gpu::{CodedMatmul, CodedPlane, Columns, FloatMatmul, Gpu, Quantise, Slice, Software, Weights};
     use smoe_kernels::{Activations, Input, Kernels, Matrix, Pool, matmul};
@@ -84,6 +85,7 @@ mod with_gpu {
         let device = DeviceChoice::Gpu(Some(facts.name.clone()));
         let vault = model::open_vault(&args.vault)?;
         check("a model's layers", &mut || layers(&vault, &device))?;
+        check("a model's logits, token by token", &mut || logits(&vault, &device))?;
         check("a model's greedy tokens", &mut || tokens(&vault, &device))?;
 
         let about = json!({"device": facts.name, "driver": facts.driver, "fused": fused});
@@ -100,7 +102,7 @@ mod with_gpu {
         }
         let (vault, device) = (model::open_vault(&args.vault)?, DeviceChoice::Cuda);
         let checks = [
-            Check::run(args, "a model's logits", &mut || logits(&vault, &device))?,
+            Check::run(args, "a model's logits, token by token", &mut || logits(&vault, &device))?,
             Check::run(args, "a model's greedy tokens", &mut || tokens(&vault, &device))?,
         ];
         conclude(args, &facts.to_string(), json!({"device": facts.name, "driver": "cuda"}), &checks)
@@ -336,22 +338,122 @@ mod with_gpu {
         compare(&got.logits, &expected.logits, false, TOLERANCE).map(|what| format!("logits {what}"))
     }
 
-    /// Logits after a prompt and after each of some tokens, the same ones for both.
-    #[cfg(feature = "cuda")]
-    fn logits(vault: &Vault, device: &DeviceChoice) -> Result<String, String> {
-        let run = |device: &DeviceChoice| {
-            let (mut engine, mut all) = (open(vault, device)?, Vec::new());
-            let mut session: Session = engine.open_session().map_err(|e| e.to_string())?;
-            let control = &mut Control::default();
-            engine.sync(&mut session, &prompt(vault), control).map_err(|e| e.to_string())?;
-            // Across the runs of 128 positions that attention takes.
-            for token in prompt(vault).into_iter().cycle().take(130) {
-                all.extend_from_slice(session.logits());
-                engine.decode(&mut session, token, control).map_err(|e| e.to_string())?;
+    /// Positions that are decoded one by one: across the runs of 128 that attention takes.
+    const DECODED: usize = 130;
+
+    /// What a device made of a prompt and of some tokens after it, one by one.
+    struct Decoded {
+        /// `[DECODED, vocab_size]`.
+        logits: Vec<f32>,
+        /// Of each token after the prompt, and of each MoE layer: the experts, ascending.
+        routes: Vec<Vec<u16>>,
+    }
+
+    fn decode(vault: &Vault, device: &DeviceChoice, tokens: &[u32]) -> Result<Decoded, String> {
+        let text = |e: smoe_engine::EngineError| e.to_string();
+        let (mut engine, mut logits) = (open(vault, device)?, Vec::new());
+        let mut session: Session = engine.open_session().map_err(text)?;
+        let control = &mut Control::default();
+        let (prompt, rest) = tokens.split_at(tokens.len() - DECODED);
+        engine.sync(&mut session, prompt, control).map_err(text)?;
+        engine.record_trace(true).map_err(text)?;
+        for &token in rest {
+            engine.decode(&mut session, token, control).map_err(text)?;
+            logits.extend_from_slice(session.logits());
+        }
+        let trace = engine.record_trace(false).map_err(text)?.ok_or("no routes were written down")?;
+        let mut routes = Vec::new();
+        for (n, ids) in trace.steps() {
+            if n != 1 {
+                return Err(format!("a step of {n} tokens where one was decoded"));
             }
-            Ok::<_, String>(all)
-        };
-        compare(&run(device)?, &run(&DeviceChoice::Cpu)?, false, TOLERANCE)
+            for ids in ids.chunks_exact(trace.top_k()) {
+                let mut ids = ids.to_vec();
+                ids.sort_unstable();
+                routes.push(ids);
+            }
+        }
+        Ok(Decoded { logits, routes })
+    }
+
+    /// Router logits of a prompt, layer by layer: `[MoE layer][tokens, n_experts]`.
+    struct Routers(Vec<Vec<f32>>);
+
+    impl Observer for Routers {
+        fn hidden(&mut self, _index: usize, _first: usize, _rows: &[f32]) {}
+
+        fn logits(&mut self, _first: usize, _rows: &[f32]) {}
+
+        fn router(&mut self, index: usize, _first: usize, rows: &[f32]) {
+            self.0[index].extend_from_slice(rows);
+        }
+    }
+
+    /// Logits after each of some tokens, decoded one by one, the same ones for both.
+    fn logits(vault: &Vault, device: &DeviceChoice) -> Result<String, String> {
+        let moe = &vault.spec.moe;
+        if moe.router != RouterKind::Softmax || moe.groups.is_some() || moe.router_bias || moe.correction_bias
+        {
+            return Ok("left out: experts are not ranked by router logits alone".to_owned());
+        }
+        let prompt = prompt(vault);
+        let tokens: Vec<u32> = prompt.iter().copied().cycle().take(prompt.len() + DECODED).collect();
+        let (got, expected) = (decode(vault, device, &tokens)?, decode(vault, &DeviceChoice::Cpu, &tokens)?);
+        let mut routers = Routers(vec![Vec::new(); vault.spec.moe_layers().count()]);
+        open(vault, &DeviceChoice::Cpu)?.observe(&tokens, &mut routers).map_err(|e| e.to_string())?;
+        let behind_prompt = prompt.len() * moe.n_experts;
+        let routers: Vec<&[f32]> = routers.0.iter().map(|rows| &rows[behind_prompt..]).collect();
+        compare_decoded(&got, &expected, &routers, moe.n_experts)
+    }
+
+    /// Logits are the same as far as both route alike. Where they do not, the processor must have been in two minds: an
+    /// expert that only it chose and one that only the device chose have nearly the same router logit (`routers`,
+    /// `[MoE layer][tokens, n_experts]`) in the first layer in which they differ; later ones see what other experts made.
+    fn compare_decoded(
+        got: &Decoded,
+        expected: &Decoded,
+        routers: &[&[f32]],
+        n_experts: usize,
+    ) -> Result<String, String> {
+        let layers = routers.len();
+        let positions = expected.routes.len() / layers.max(1);
+        if got.routes.len() != expected.routes.len() || positions == 0 {
+            return Err(format!("routes of {} of {positions} tokens", got.routes.len() / layers.max(1)));
+        }
+        let vocab_size = expected.logits.len() / positions;
+        let (mut alike, mut close) = ([Vec::new(), Vec::new()], 0);
+        for position in 0..positions {
+            let at = position * layers;
+            let differs = |layer: &usize| got.routes[at + layer] != expected.routes[at + layer];
+            let Some(layer) = (0..layers).find(differs) else {
+                for (alike, decoded) in alike.iter_mut().zip([got, expected]) {
+                    alike.extend_from_slice(&decoded.logits[position * vocab_size..][..vocab_size]);
+                }
+                continue;
+            };
+            let row = &routers[layer][position * n_experts..][..n_experts];
+            let only = |a: &Decoded, b: &Decoded| -> Vec<f32> {
+                let other = &b.routes[at + layer];
+                let own = a.routes[at + layer].iter().filter(|id| !other.contains(id));
+                own.map(|&id| row[usize::from(id)]).collect()
+            };
+            let least = only(got, expected).into_iter().fold(f32::INFINITY, f32::min);
+            let most = only(expected, got).into_iter().fold(f32::NEG_INFINITY, f32::max);
+            let largest = row.iter().fold(0f32, |m, v| m.max(v.abs()));
+            if most - least > TOLERANCE * largest {
+                return Err(format!(
+                    "token {position}, MoE layer {layer}: chose an expert of router logit {least:.3} where the processor \
+                     chose one of {most:.3}, the largest being {largest:.3}"
+                ));
+            }
+            close += 1;
+        }
+        if close == positions {
+            return Err(format!("none of {positions} tokens has the processor's experts"));
+        }
+        let [got, expected] = &alike;
+        let what = compare(got, expected, false, TOLERANCE)?;
+        Ok(format!("{what}; {close} of {positions} tokens had experts too close to call"))
     }
 
     fn tokens(vault: &Vault, device: &DeviceChoice) -> Result<String, String> {
@@ -389,5 +491,41 @@ mod with_gpu {
             }
         }
         Ok(format!("{} of {N} the processor's, {close} too close to call", N - close))
+    }
+
+    #[cfg(test)]
+    mod tests {
+        use super::*;
+
+        fn decoded(logits: &[f32], routes: [[u16; 2]; 2]) -> Decoded {
+            Decoded { logits: logits.to_vec(), routes: routes.map(|ids| ids.to_vec()).to_vec() }
+        }
+
+        /// Two tokens of a model of one MoE layer, three experts and one logit.
+        fn compared(got: &Decoded) -> Result<String, String> {
+            let expected = decoded(&[1.0, 2.0], [[0, 1], [0, 2]]);
+            compare_decoded(got, &expected, &[&[3.0, 2.0, 1.95, 3.0, 1.0, 2.0]], 3)
+        }
+
+        #[test]
+        fn tokens_that_are_routed_alike_have_the_same_logits() {
+            let text = compared(&decoded(&[1.01, 2.0], [[0, 1], [0, 2]])).expect("within the tolerance");
+            assert!(text.ends_with("0 of 2 tokens had experts too close to call"), "{text}");
+            assert!(compared(&decoded(&[1.2, 2.0], [[0, 1], [0, 2]])).is_err());
+            assert!(compared(&decoded(&[f32::NAN, 2.0], [[0, 1], [0, 2]])).is_err());
+        }
+
+        #[test]
+        fn tokens_may_be_routed_otherwise_if_experts_are_too_close_to_call() {
+            // 2.0 and 1.95 are; then the logits may be anything, though not those of the other token.
+            let text = compared(&decoded(&[9.0, 2.0], [[0, 2], [0, 2]])).expect("close experts");
+            assert!(text.ends_with("1 of 2 tokens had experts too close to call"), "{text}");
+            assert!(compared(&decoded(&[9.0, 2.2], [[0, 2], [0, 2]])).is_err());
+            // 2.0 and 1.0 are not.
+            let text = compared(&decoded(&[1.0, 2.0], [[0, 1], [0, 1]])).expect_err("another expert");
+            assert!(text.contains("token 1, MoE layer 0"), "{text}");
+            let short = Decoded { logits: vec![1.0], routes: vec![vec![0, 1]] };
+            assert!(compared(&short).is_err());
+        }
     }
 }
