@@ -170,7 +170,10 @@ fn products(gpu: &Gpu) -> Result<(), GpuError> {
     }
     for table in [Table::MXFP4, Table::IQ4_NL] {
         let coded = CodedPlane::new(gpu, tokens, cols, table.group())?;
-        CodedMatmul::new(gpu, &matrix(table.into(), cols), &coded, &out)?;
+        let tuning = Some(Tuning { threads: 128, lanes: Lanes::Wide(2) });
+        for tuning in [None, tuning] {
+            CodedMatmul::tuned(gpu, &matrix(table.into(), cols), &coded, &out, tuning)?;
+        }
     }
     for encoding in FLOATS {
         for cols in [cols, odd] {
