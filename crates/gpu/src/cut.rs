@@ -67,7 +67,7 @@ fn pieces(encoding: Encoding) -> usize {
 }
 
 impl Lanes {
-    /// As many columns on their way, whatever their tiles; not measured for other tiles.
+    /// As many columns on their way, whatever their tiles; not measured for other tiles (EXP-GPU-09).
     fn holding(self, encoding: Encoding) -> Self {
         match self {
             Self::Wide(ahead) => Self::Wide(ahead * pieces(encoding) as u32),

@@ -1,6 +1,6 @@
 // What is multiplied in place of MXFP4's codes: magnitudes 0, 1, 2, 3, 4, 6, 8 and 12 by their three lowest bits and a sign by the
 // fourth, 12 more than they are (LEAST): bytes that are never below zero take nothing from their neighbours. Half as many
-// operations as choices by bits.
+// operations as choices by bits (EXP-GPU-09).
 
 fn levels(codes: vec4<u32>) -> vec4<u32> {
     let low = codes & vec4(0x07070707u);
