@@ -53,10 +53,15 @@ impl Touched {
         let embed = bytes(BackboneTensor::Embed);
         let head = if vault.spec.tied_head { embed } else { bytes(BackboneTensor::Head) };
         let spec = &vault.spec;
+        // Of the experts' biases, those of the chosen ones.
+        let parts = [LayerPart::ExpertGateBias, LayerPart::ExpertUpBias, LayerPart::ExpertDownBias];
+        let of_layer = |layer| parts.map(|part| bytes(BackboneTensor::Layer(layer as u32, part)));
+        let biases: u64 = spec.moe_layers().flat_map(of_layer).sum();
+        let unseen = biases - biases * spec.moe.top_k as u64 / spec.moe.n_experts.max(1) as u64;
         let routed: u64 = vault.experts.layers.iter().map(|table| table.used_bytes() as u64).sum();
         Self {
             expert: routed as f64 / vault.experts.layers.len().max(1) as f64,
-            dense: all - embed - if spec.tied_head { 0 } else { head },
+            dense: all - embed - unseen - if spec.tied_head { 0 } else { head },
             head,
             experts: routed * spec.moe.top_k as u64,
             layers: spec.moe_layers().count(),

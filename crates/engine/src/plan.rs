@@ -53,7 +53,7 @@ pub struct PlanRequest {
     /// Positions of the KV cache, in contexts: sessions share them, and what earlier ones computed. 0: as many as
     /// sessions.
     pub kv_contexts: usize,
-    /// Layers that see a window keep all positions too: for a device, which has one pool of blocks.
+    /// Layers that see a window keep all positions too: what keeping less is compared with.
     pub whole_windows: bool,
     /// Bytes that the caller holds besides the engine: a tokeniser, planes of its own.
     pub reserved: u64,

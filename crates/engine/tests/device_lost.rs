@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use common::{bits, open, options, write_tiny};
 use smoe_engine::plan::RingSize;
 use smoe_engine::{Control, DeviceChoice, Engine, EngineError, EngineOptions, Session, Vault};
-use smoe_gpu::{Fault, Gpu, Software};
+use smoe_gpu::{Fault, Gpu, KV_BLOCK, Software};
 use smoe_testkit::TinyModel;
 
 /// They lose a device that they share.
@@ -84,6 +84,35 @@ fn a_lost_device_changes_who_computes_and_nothing_else() {
     assert!(engine.adopt(&mut again, &prompt) >= 32);
     engine.sync(&mut again, &prompt, &mut Control::default()).unwrap();
     assert_eq!(decode(&mut engine, &mut again, further[0]), expected[0][0]);
+}
+
+/// What a conversation held is computed again in as little room as windows have.
+#[test]
+fn a_conversation_many_windows_long_goes_on_without_its_device() {
+    let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+    let Some(gpu) = device() else { return };
+    let model = TinyModel::gpt_oss(54);
+    let dir = tempfile::tempdir().unwrap();
+    let vault = write_tiny(dir.path(), &model, "bf16", "bf16");
+    let mut cpu = options(RingSize::Auto, 64, 1);
+    cpu.plan.context = Some(1024);
+    let (prompt, token) = (model.prompt(450, 1), 7);
+    let mut reference = open(&vault, &cpu);
+    let mut session = reference.open_session().unwrap();
+    reference.sync(&mut session, &prompt, &mut Control::default()).unwrap();
+    let expected = decode(&mut reference, &mut session, token);
+
+    let mut engine = open(&vault, &EngineOptions { device: DeviceChoice::Gpu(None), ..cpu });
+    assert!(engine.plan().window_blocks * KV_BLOCK < prompt.len(), "windows have room for all");
+    let mut session = engine.open_session().unwrap();
+    engine.adopt(&mut session, &prompt);
+    engine.sync(&mut session, &prompt, &mut Control::default()).unwrap();
+    gpu.lose("pulled out");
+    assert_eq!(decode(&mut engine, &mut session, token), expected);
+    assert!(engine.info().tier.is_none());
+    engine.close(session, true);
+    let mut again = engine.open_session().unwrap();
+    assert_eq!(engine.adopt(&mut again, &[&prompt[..], &[token, 1]].concat()), 451);
 }
 
 /// Logits after a prompt.

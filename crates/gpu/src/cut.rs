@@ -29,7 +29,8 @@ const WORKGROUPS: usize = 256;
 pub enum Lanes {
     /// Four, as many tiles at once as there are such.
     Four,
-    /// 32, with so many tiles on their way: of one token, and symmetric codes of 4 or 8 bits in groups of 64.
+    /// 32, with so many tiles on their way: of one token, and symmetric codes of 4 or 8 bits in groups of 64, or 4-bit codes
+    /// of a table in groups of 32 or 64.
     Wide(u32),
 }
 
@@ -44,9 +45,13 @@ pub struct Tuning {
 
 /// Whether 32 lanes can share tiles of such codes.
 fn can_widen(encoding: Encoding) -> bool {
-    matches!(encoding, Encoding::Uniform(uniform) if uniform.zero() == Zero::Symmetric
-        && uniform.group() == 64
-        && matches!(uniform.bits(), 4 | 8))
+    match encoding {
+        Encoding::Uniform(uniform) => {
+            uniform.zero() == Zero::Symmetric && uniform.group() == 64 && matches!(uniform.bits(), 4 | 8)
+        }
+        Encoding::Table(table) => table.bits() == 4 && matches!(table.group(), 32 | 64),
+        Encoding::F32 | Encoding::F16 | Encoding::Bf16 => false,
+    }
 }
 
 /// The same on a device, for rows of so many groups, whatever else a workgroup shares.
@@ -56,12 +61,28 @@ fn can_widen_on(gpu: &Gpu, encoding: Encoding, groups: usize) -> bool {
     gpu.has_wide_subgroups() && can_widen(encoding) && shared <= gpu.wide_shared_bytes()
 }
 
+/// Tiles of such codes that have as many columns as those that were timed, of 64.
+fn pieces(encoding: Encoding) -> usize {
+    encoding.tiles().map_or(1, |tiles| 64 / tiles.group().min(64))
+}
+
+impl Lanes {
+    /// As many columns on their way, whatever their tiles; not measured for other tiles (EXP-GPU-09).
+    fn holding(self, encoding: Encoding) -> Self {
+        match self {
+            Self::Wide(ahead) => Self::Wide(ahead * pieces(encoding) as u32),
+            Self::Four => Self::Four,
+        }
+    }
+}
+
 impl Tuning {
     /// For `blocks` blocks of rows of so many groups each, and passes of so many tokens: 32 lanes a tile for one token where
     /// that can be.
     pub(crate) fn of(gpu: &Gpu, encoding: Encoding, blocks: usize, groups: usize, pass: u32) -> Self {
         if pass == 1 && can_widen_on(gpu, encoding, groups) {
-            return Self::wide(blocks, groups);
+            let Self { threads, lanes } = Self::wide(blocks, groups / pieces(encoding));
+            return Self { threads, lanes: lanes.holding(encoding) };
         }
         Self::narrow(blocks, groups, pass)
     }
@@ -69,7 +90,7 @@ impl Tuning {
     /// The same for a lone token's gate or up, which meet.
     pub(crate) fn of_either(gpu: &Gpu, encoding: Encoding, blocks: usize, groups: usize) -> Self {
         if can_widen_on(gpu, encoding, groups) {
-            return Self { threads: 512, lanes: Lanes::Wide(1) };
+            return Self { threads: 512, lanes: Lanes::Wide(1).holding(encoding) };
         }
         Self::narrow(blocks, groups, 1)
     }
@@ -77,7 +98,7 @@ impl Tuning {
     /// The same for a lone token's down, whose workgroups quantise.
     pub(crate) fn of_lone_down(gpu: &Gpu, encoding: Encoding, groups: usize) -> Self {
         if can_widen_on(gpu, encoding, groups) {
-            return Self { threads: 256, lanes: Lanes::Wide(1) };
+            return Self { threads: 256, lanes: Lanes::Wide(1).holding(encoding) };
         }
         Self { threads: 128, lanes: Lanes::Four }
     }
@@ -293,8 +314,10 @@ impl Cut {
         let chains = self.chains(blocks);
         // Longer tiles are read where they are needed.
         let held = Some((uniform.tile_bytes() / 64) as u32).filter(|lines| *lines <= HELD).unwrap_or(0);
+        let (levels, least) = levels(encoding);
         let mut constants = tile_constants(uniform).to_vec();
         constants.extend([
+            ("LEAST", least),
             ("TABLE", u32::from(encoding != Encoding::Uniform(uniform))),
             ("TOKENS", self.pass),
             ("THREADS", self.threads),
@@ -332,7 +355,7 @@ impl Cut {
             };
             let wide = include_str!("wgsl/coded_wide.wgsl").to_owned();
             let lists = [list("load_tile"), list("take_tile")].concat();
-            return (constants, [tiles, wide, exchange.to_owned(), operand, lists].concat());
+            return (constants, [tiles, wide, exchange.to_owned(), operand, levels, lists].concat());
         }
         constants.extend([
             ("SLOTS", self.slots),
@@ -347,7 +370,7 @@ impl Cut {
             tiles,
             include_str!("wgsl/coded.wgsl").to_owned(),
             operand,
-            levels(encoding),
+            levels,
             repeated.calls(&format!("load_lines({lines}, at: u32)"), held, |i| {
                 format!("load_line(lines, at, {i});")
             }),

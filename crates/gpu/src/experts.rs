@@ -1,10 +1,10 @@
-//! The experts of a layer, all in one dispatch: where they lie, and the products of a work list.
+//! The experts of a layer, all in one dispatch: the products of a work list.
 //!
-//! `hidden = quantise(swiglu(gate x, up x))` ([`GateUp`]), `y = down hidden` ([`Down`]). If gate and up are
+//! `hidden = quantise(activation(gate x, up x))` ([`GateUp`]), `y = down hidden` ([`Down`]), biases added to each product where
+//! there are some. If gate and up are
 //! coded alike and down is coded, the first is one kernel; otherwise three, over f32 planes. Of one token that kernel leaves
 //! floats, more workgroups having a part in it, and down's workgroups quantise their expert's each for itself.
 
-use smoe_format::expert_file::{LayerTable, TensorEntry};
 use smoe_format::tile::ROWS;
 use smoe_format::{Encoding, Uniform};
 
@@ -13,96 +13,18 @@ use crate::cut::{Cut, Tuning, can_own};
 use crate::float::FloatCut;
 use crate::hidden::LONE_PAIRS;
 use crate::quantise::{GRID, QUANTISE, Repeated, TO_PLANE, assert_plane, source};
-use crate::work::PAIRS;
-use crate::{Access, CodedPlane, Gpu, GpuError, Hidden, Lone, Op, Shader, Slice, Step, WorkList};
+use crate::{
+    Access, CodedPlane, ExpertLayout, Gpu, GpuError, Hidden, Lone, Op, Shader, Slice, Step, WorkList,
+};
 
 const LIST: &str = include_str!("wgsl/experts.wgsl");
 const PRODUCT: &str = include_str!("wgsl/experts_product.wgsl");
-const GLU: &str = concat!(include_str!("wgsl/exp.wgsl"), include_str!("wgsl/experts_glu.wgsl"));
+const CODED: &str = include_str!("wgsl/experts_coded.wgsl");
+const FLOAT: &str = include_str!("wgsl/experts_float.wgsl");
 /// Threads of a workgroup of what is no product.
 const THREADS: u32 = 256;
 /// Experts of a dispatch that the cut of their products reckons with: a single token's.
 const TIMES: usize = 8;
-
-/// How the experts of a layer lie in slots.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ExpertLayout {
-    /// Gate, up, down, at their offsets in a slot.
-    tensors: [TensorEntry; 3],
-    slot_bytes: u64,
-    n_experts: usize,
-}
-
-impl ExpertLayout {
-    /// Records of `table`, one in each `slot_bytes`.
-    ///
-    /// # Panics
-    /// If a record does not fit, a slot is not a multiple of 64 bytes, or the tensors are no FFN.
-    #[must_use]
-    pub fn new(table: &LayerTable, slot_bytes: u64) -> Self {
-        let [gate, up, down] = table.tensors;
-        assert!(
-            slot_bytes >= table.used_bytes() as u64 && slot_bytes.is_multiple_of(64),
-            "slots of {slot_bytes} bytes for {}",
-            table.used_bytes()
-        );
-        assert!(
-            (gate.rows, gate.cols) == (up.rows, up.cols)
-                && (down.rows, down.cols) == (gate.cols, gate.rows)
-                && gate.rows > 0
-                && gate.cols > 0,
-            "an FFN of {gate:?}, {up:?}, {down:?}"
-        );
-        Self { tensors: table.tensors, slot_bytes, n_experts: table.n_experts as usize }
-    }
-
-    /// Width of the model.
-    #[must_use]
-    pub const fn d_model(&self) -> usize {
-        self.tensors[0].cols
-    }
-
-    /// Width of an expert.
-    #[must_use]
-    pub const fn d_expert(&self) -> usize {
-        self.tensors[0].rows
-    }
-
-    /// The tiles of the codes of gate (0), up (1) or down (2).
-    pub(crate) fn tiles(&self, projection: usize) -> Option<Uniform> {
-        self.tensors[projection].encoding.tiles()
-    }
-
-    /// If one kernel computes gate and up: their encoding and its tiles, and down's.
-    fn fused(&self) -> Option<(Encoding, Uniform, Uniform)> {
-        let [gate, up, _] = self.tensors.map(|tensor| tensor.encoding);
-        (gate == up).then_some((gate, self.tiles(0)?, self.tiles(2)?))
-    }
-
-    /// Whether the hidden values of a lone token stay floats that down quantises.
-    fn is_lone(&self, gpu: &Gpu, top_k: usize) -> bool {
-        top_k <= LONE_PAIRS && self.fused().is_some_and(|(_, _, down)| can_own(gpu, down, self.d_expert()))
-    }
-
-    /// A position in a slot, in pieces of 16 bytes.
-    fn piece(bytes: u64) -> u32 {
-        (bytes / 16) as u32
-    }
-
-    /// Most entries of the list of so many pairs: each expert may have one that is not full.
-    pub(crate) fn entries(&self, pairs: usize) -> usize {
-        pairs.min(self.n_experts + pairs / PAIRS)
-    }
-
-    /// Asserts that 32 bits address `slots` in pieces.
-    fn assert_slots(&self, slots: &Slice) {
-        assert!(
-            slots.len() >= self.slot_bytes && slots.len() / 16 < 1 << 32,
-            "{} bytes of slots",
-            slots.len()
-        );
-    }
-}
 
 /// A layer's input, in the forms that its experts need: int8 in every group size of coded gates and ups, f32 for
 /// float ones.
@@ -131,6 +53,35 @@ enum Rows {
     Places,
 }
 
+/// What a projection's kernel has behind its operands.
+struct Tail<'a> {
+    /// Text that adds biases.
+    bias: String,
+    accesses: &'static [Access],
+    /// All of the kernel's.
+    buffers: Vec<&'a Slice>,
+}
+
+impl<'a> Tail<'a> {
+    fn new(
+        layout: &'a ExpertLayout,
+        projection: usize,
+        operands: Vec<&'a Slice>,
+        list: &'a WorkList,
+        out: &'a Slice,
+    ) -> Self {
+        let mut buffers = operands;
+        buffers.extend([&list.entries, &list.pairs, out]);
+        let (bias, biases) = layout.bias(projection, buffers.len());
+        buffers.extend(biases);
+        let accesses: &[Access] = match biases {
+            Some(_) => &[Access::Read, Access::Read, Access::Write, Access::Read],
+            None => &[Access::Read, Access::Read, Access::Write],
+        };
+        Self { bias, accesses, buffers }
+    }
+}
+
 /// One projection of the experts of a list.
 #[derive(Clone, Debug)]
 enum Projection {
@@ -155,35 +106,32 @@ impl Projection {
         let (at, slot) = (tensor.offset as u64, layout.slot_bytes);
         let top_k = if matches!(rows, Rows::Tokens) { list.top_k as u32 } else { 0 };
         let by_pair = ("BY_PAIR", u32::from(matches!(rows, Rows::Places)));
-        let accesses = [Access::Read, Access::Read, Access::Write];
         assert_plane(out, list.most_pairs(), tensor.rows);
         let words = [tensor.rows as u32, 0, 0, ExpertLayout::piece(at), ExpertLayout::piece(slot)];
         match (tensor.encoding, x) {
             (encoding @ (Encoding::Uniform(_) | Encoding::Table(_)), X::Coded(x, lone)) => {
                 let Some(uniform) = encoding.tiles() else { unreachable!("codes are in tiles") };
                 let groups = uniform.groups(tensor.cols);
-                let extra = [("LIST", 3), ("OUT", 5), ("TOP_K", top_k), by_pair];
-                let parts = [LIST, PRODUCT, include_str!("wgsl/experts_coded.wgsl")];
-                let buffers = [slots, &x.codes, &x.cells, &list.entries, &list.pairs, out];
                 let shape = (tensor.rows, tensor.cols);
                 let passes = passes(list.tokens)
                     .map(|pass| {
                         let blocks = tensor.rows.div_ceil(ROWS) * TIMES;
-                        if let Some(values) = lone.filter(|_| pass == 1) {
+                        let (cut, operands) = if let Some(values) = lone.filter(|_| pass == 1) {
                             let tuning =
                                 tuning.unwrap_or_else(|| Tuning::of_lone_down(gpu, encoding, groups));
-                            let cut = Cut::owning(gpu, uniform, tensor.cols, tuning);
-                            let extra = [("LIST", 2), ("OUT", 4), ("TOP_K", top_k), by_pair];
-                            let buffers = [slots, values, &list.entries, &list.pairs, out];
-                            return CodedOp::new(
-                                gpu, name, encoding, cut, shape, TIMES, &extra, &parts, &accesses, &buffers,
-                            );
-                        }
-                        let tuning =
-                            tuning.unwrap_or_else(|| Tuning::of(gpu, encoding, blocks, groups, pass));
-                        let cut = Cut::new(gpu, uniform, pass, tuning);
+                            (Cut::owning(gpu, uniform, tensor.cols, tuning), vec![slots, values])
+                        } else {
+                            let tuning =
+                                tuning.unwrap_or_else(|| Tuning::of(gpu, encoding, blocks, groups, pass));
+                            (Cut::new(gpu, uniform, pass, tuning), vec![slots, &x.codes, &x.cells])
+                        };
+                        let at = operands.len() as u32;
+                        let extra = [("LIST", at), ("OUT", at + 2), ("TOP_K", top_k), by_pair];
+                        let Tail { bias, accesses, buffers } =
+                            Tail::new(layout, projection, operands, list, out);
+                        let parts = [LIST, PRODUCT, &bias, CODED];
                         CodedOp::new(
-                            gpu, name, encoding, cut, shape, TIMES, &extra, &parts, &accesses, &buffers,
+                            gpu, name, encoding, cut, shape, TIMES, &extra, &parts, accesses, &buffers,
                         )
                     })
                     .collect::<Result<_, _>>()?;
@@ -193,11 +141,12 @@ impl Projection {
             (Encoding::F32 | Encoding::F16 | Encoding::Bf16, X::Float(x)) => {
                 let cut = FloatCut::new(tensor.rows * TIMES);
                 let extra = [("LIST", 2), ("OUT", 4), ("TOP_K", top_k), by_pair];
-                let parts = [LIST, PRODUCT, include_str!("wgsl/experts_float.wgsl")];
-                let buffers = [slots, x, &list.entries, &list.pairs, out];
+                let Tail { bias, accesses, buffers } =
+                    Tail::new(layout, projection, vec![slots, x], list, out);
+                let parts = [LIST, PRODUCT, &bias, FLOAT];
                 let matrix = (tensor.encoding, tensor.cols);
                 let passes = passes(list.tokens)
-                    .map(|pass| cut.op(gpu, name, matrix, pass, &extra, &parts, &accesses, &buffers))
+                    .map(|pass| cut.op(gpu, name, matrix, pass, &extra, &parts, accesses, &buffers))
                     .collect::<Result<_, _>>()?;
                 let words = [words[0], tensor.cols as u32, words[3], words[4]];
                 Ok(Self::Float { passes, cut, words, rows: tensor.rows })
@@ -221,13 +170,18 @@ impl Projection {
     }
 }
 
+/// Whether the hidden values of a lone token stay floats that down quantises.
+fn is_lone(gpu: &Gpu, layout: &ExpertLayout, top_k: usize) -> bool {
+    top_k <= LONE_PAIRS && layout.fused().is_some_and(|(_, _, down)| can_own(gpu, down, layout.d_expert()))
+}
+
 /// Most entries, asserting that the grid has room for them.
 fn most_entries(layout: &ExpertLayout, list: &WorkList, tokens: usize) -> u32 {
     assert!(tokens <= list.tokens, "{tokens} tokens of {}", list.tokens);
     layout.entries(tokens * list.top_k) as u32
 }
 
-/// `hidden[place] = swiglu(gate x, up x)` of each place of a work list, quantised if down is coded.
+/// `hidden[place] = activation(gate x, up x)` of each place of a work list, quantised if down is coded.
 ///
 /// With coded gates and ups, the bits are those of the CPU's `expert_ffn` (as far as its
 /// products and its quantising have them: see [`CodedMatmul`](crate::CodedMatmul) and
@@ -303,13 +257,13 @@ impl GateUp {
         Ok(Self { layout: layout.clone(), list: list.clone(), how })
     }
 
-    fn fused(
+    fn fused<'a>(
         gpu: &Gpu,
-        layout: &ExpertLayout,
-        slots: &Slice,
-        list: &WorkList,
-        x: &ExpertInput<'_>,
-        hidden: &Hidden,
+        layout: &'a ExpertLayout,
+        slots: &'a Slice,
+        list: &'a WorkList,
+        x: &ExpertInput<'a>,
+        hidden: &'a Hidden,
         (encoding, uniform, down): (Encoding, Uniform, Uniform),
         tuning: Option<Tuning>,
     ) -> Result<How, GpuError> {
@@ -318,7 +272,15 @@ impl GateUp {
         let groups = uniform.groups(layout.d_model());
         // Blocks of gate, and of up, that are whole groups of hidden values.
         let part = down.group().div_ceil(ROWS) as u32;
-        let bindings = [[Access::Read; 5].as_slice(), &[Access::Write; 2]].concat();
+        let mut bindings = [[Access::Read; 5].as_slice(), &[Access::Write; 2]].concat();
+        let (bias, biases) = layout.bias(0, bindings.len());
+        bindings.extend(biases.map(|_| Access::Read));
+        let glu = layout.glu();
+        let buffers = |first: &'a Slice, second: &'a Slice| {
+            let mut all = vec![slots, &x.codes, &x.cells, &list.entries, &list.pairs, first, second];
+            all.extend(biases);
+            all
+        };
         let passes = passes(list.tokens)
             .map(|pass| {
                 let cut = Cut::new(gpu, uniform, pass, Tuning::of_pair(2 * part as usize * groups, pass));
@@ -331,14 +293,14 @@ impl GateUp {
                     ("TOP_K", list.top_k as u32),
                     ("LIST", 3),
                 ]);
-                let parts = [QUANTISE, &core, LIST, GLU, include_str!("wgsl/experts_gate_up.wgsl")];
+                let own = include_str!("wgsl/experts_gate_up.wgsl");
+                let parts = [QUANTISE, &core, LIST, &bias, &glu, own];
                 let kernel = gpu.kernel(&Shader {
                     name: "experts' gate and up",
                     source: source(gpu, &constants, &parts)?.into(),
                     bindings: &bindings,
                 })?;
-                let (codes, cells) = (&plane.codes, &plane.cells);
-                gpu.bind(&kernel, &[slots, &x.codes, &x.cells, &list.entries, &list.pairs, codes, cells])
+                gpu.bind(&kernel, &buffers(&plane.codes, &plane.cells))
             })
             .collect::<Result<_, _>>()?;
         let [gate, up, _] = layout.tensors.map(|tensor| ExpertLayout::piece(tensor.offset as u64));
@@ -347,20 +309,20 @@ impl GateUp {
         let words = [rows, groups as u32, gate, up, slot, plane.groups() as u32];
         let blocks = rows.div_ceil(ROWS as u32);
         let lone = match hidden {
-            Hidden::Coded(_, Lone { values, post }) if layout.is_lone(gpu, list.top_k) => {
+            Hidden::Coded(_, Lone { values, post }) if is_lone(gpu, layout, list.top_k) => {
                 let all = 2 * layout.d_expert().div_ceil(ROWS) * TIMES;
                 let tuning = tuning.unwrap_or_else(|| Tuning::of_either(gpu, encoding, all, groups));
                 let cut = Cut::new(gpu, uniform, 1, tuning);
                 let (mut constants, core) = cut.core(encoding, 1, groups, Repeated::on(gpu)?);
                 constants.extend([("GROUP", 64), ("TEAM", 4), ("LIST", 3)]);
-                let parts = [QUANTISE, &core, LIST, GLU, include_str!("wgsl/experts_gate_up_lone.wgsl")];
+                let own = include_str!("wgsl/experts_gate_up_lone.wgsl");
+                let parts = [QUANTISE, &core, LIST, &bias, &glu, own];
                 let kernel = gpu.kernel(&Shader {
                     name: "experts' gate and up, one token",
                     source: source(gpu, &constants, &parts)?.into(),
                     bindings: &bindings,
                 })?;
-                let buffers = [slots, &x.codes, &x.cells, &list.entries, &list.pairs, values, post];
-                Some((gpu.bind(&kernel, &buffers)?, [rows, groups as u32, gate, up, slot]))
+                Some((gpu.bind(&kernel, &buffers(values, post))?, [rows, groups as u32, gate, up, slot]))
             }
             _ => None,
         };
@@ -406,7 +368,7 @@ impl GateUp {
         let constants = [("GROUP", group as u32), ("TEAM", team as u32), ("THREADS", THREADS), ("OUT", 2)];
         let kernel = gpu.kernel(&Shader {
             name: "experts' hidden values",
-            source: source(gpu, &constants, &[QUANTISE, GLU, text[0], text[1]])?.into(),
+            source: source(gpu, &constants, &[QUANTISE, &layout.glu(), text[0], text[1]])?.into(),
             bindings: &[[Access::Read; 2].as_slice(), &vec![Access::Write; outputs.len()]].concat(),
         })?;
         let buffers: Vec<&Slice> = [&gates, &ups].into_iter().chain(&outputs).collect();
@@ -524,7 +486,7 @@ impl Down {
             (Some(down), hidden) => {
                 let plane = coded_hidden(layout, down, hidden, list.most_pairs());
                 match hidden {
-                    Hidden::Coded(_, lone) if layout.is_lone(gpu, list.top_k) => {
+                    Hidden::Coded(_, lone) if is_lone(gpu, layout, list.top_k) => {
                         X::Coded(plane, Some(&lone.values))
                     }
                     _ => X::Coded(plane, None),

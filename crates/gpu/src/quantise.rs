@@ -1,6 +1,6 @@
 //! f32 planes to int8 planes, and what the device's arithmetic is.
 
-use smoe_format::{Encoding, Uniform};
+use smoe_format::{Encoding, Table, Uniform};
 
 use crate::{Access, CodedPlane, Gpu, GpuError, Op, Shader, Slice, Step};
 
@@ -146,13 +146,16 @@ pub(crate) fn tile_constants(uniform: Uniform) -> [(&'static str, u32); 4] {
     ]
 }
 
-/// `levels`: four codes in each word to the levels that they name, as signed bytes; without a table, codes as they
-/// are. A tree of choices, one for each bit of a code: a lookup by a number that is not constant would leave the
-/// registers.
-pub(crate) fn levels(encoding: Encoding) -> String {
+/// `levels`: four codes in each word to the levels that they name, as signed bytes, all more than they are by the number
+/// beside it; without a table, codes as they are. A tree of choices, one for each bit of a code: a lookup by a number that
+/// is not constant would leave the registers.
+pub(crate) fn levels(encoding: Encoding) -> (String, u32) {
     let Encoding::Table(table) = encoding else {
-        return "fn levels(codes: vec4<u32>) -> vec4<u32> { return codes; }\n".to_owned();
+        return ("fn levels(codes: vec4<u32>) -> vec4<u32> { return codes; }\n".to_owned(), 0);
     };
+    if table.levels() == Table::MXFP4.levels() {
+        return (include_str!("wgsl/coded_levels_e2m1.wgsl").to_owned(), 12);
+    }
     let bytes = |level: &i8| u32::from_ne_bytes([level.cast_unsigned(); 4]);
     let mut nodes: Vec<String> =
         table.levels().iter().map(|level| format!("vec4({}u)", bytes(level))).collect();
@@ -161,11 +164,12 @@ pub(crate) fn levels(encoding: Encoding) -> String {
         masks += &format!("    let bit{bit} = ((codes >> vec4({bit}u)) & vec4(0x01010101u)) * vec4(255u);\n");
         nodes = nodes.chunks(2).map(|two| format!("choose({}, {}, bit{bit})", two[0], two[1])).collect();
     }
-    format!(
+    let tree = format!(
         "fn choose(a: vec4<u32>, b: vec4<u32>, bits: vec4<u32>) -> vec4<u32> {{ return a ^ ((a ^ b) & bits); }}\n\
          fn levels(codes: vec4<u32>) -> vec4<u32> {{\n{masks}    return {};\n}}\n",
         nodes.concat()
-    )
+    );
+    (tree, 0)
 }
 
 impl Gpu {

@@ -9,7 +9,7 @@ use naga::back::msl;
 use naga::proc::{BoundsCheckPolicies, BoundsCheckPolicy};
 use naga::valid::{Capabilities, ShaderStages, SubgroupOperationSet, ValidationFlags, Validator};
 use naga::{AddressSpace, ShaderStage};
-use smoe_format::spec::{GroupScore, GroupSpec, MoeSpec, RouterKind};
+use smoe_format::spec::{Activation, GroupScore, GroupSpec, MoeSpec, RouterKind};
 use smoe_format::{Encoding, LayerTable, Table, TensorEntry, Uniform, Zero};
 use smoe_gpu::{
     Angles, Argmax, Attention, AttentionHeads, AttentionOutputs, AttentionScratch, CodedMatmul, CodedPlane,
@@ -170,7 +170,10 @@ fn products(gpu: &Gpu) -> Result<(), GpuError> {
     }
     for table in [Table::MXFP4, Table::IQ4_NL] {
         let coded = CodedPlane::new(gpu, tokens, cols, table.group())?;
-        CodedMatmul::new(gpu, &matrix(table.into(), cols), &coded, &out)?;
+        let tuning = Some(Tuning { threads: 128, lanes: Lanes::Wide(2) });
+        for tuning in [None, tuning] {
+            CodedMatmul::tuned(gpu, &matrix(table.into(), cols), &coded, &out, tuning)?;
+        }
     }
     for encoding in FLOATS {
         for cols in [cols, odd] {
@@ -191,18 +194,22 @@ fn experts(gpu: &Gpu, encodings: [Encoding; 3]) -> Result<(), GpuError> {
         TensorEntry { encoding, rows, cols, offset, len }
     });
     let table = LayerTable { layer: 0, n_experts: 16, record_len: at, tensors };
-    let layout = ExpertLayout::new(&table, at as u64);
+    let plain = ExpertLayout::new(&table, at as u64);
     let slots = gpu.buffer("slots", 16 * at as u64)?;
-    let list = WorkList::new(gpu, &layout, tokens, top_k)?;
+    let list = WorkList::new(gpu, &plain, tokens, top_k)?;
     let planes: Vec<CodedPlane> = [16, 32, 64, 128]
         .into_iter()
         .map(|group| CodedPlane::new(gpu, tokens, d, group))
         .collect::<Result<_, _>>()?;
     let (coded, float): (Vec<_>, _) = (planes.iter().collect(), floats(gpu, tokens * d));
     let input = ExpertInput { coded: &coded, float: Some(&float) };
-    let hidden = Hidden::new(gpu, &layout, list.most_pairs())?;
-    GateUp::new(gpu, &layout, &slots, &list, &input, &hidden)?;
-    Down::new(gpu, &layout, &slots, &list, &hidden, &floats(gpu, list.most_pairs() * d))?;
+    let hidden = Hidden::new(gpu, &plain, list.most_pairs())?;
+    let clamped = Activation::ClampedSwiglu { alpha: 1.702, limit: 7.0 };
+    let biased = plain.clone().activated(clamped).biased(floats(gpu, 16 * (2 * ff + d)));
+    for layout in [&plain, &biased] {
+        GateUp::new(gpu, layout, &slots, &list, &input, &hidden)?;
+        Down::new(gpu, layout, &slots, &list, &hidden, &floats(gpu, list.most_pairs() * d))?;
+    }
     Ok(())
 }
 

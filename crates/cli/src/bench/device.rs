@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 
 use serde_json::json;
 use smoe_engine::DeviceChoice;
-use smoe_format::{Encoding, LayerTable, TensorEntry, Uniform, Zero};
+use smoe_format::spec::Activation;
+use smoe_format::{Encoding, LayerTable, Table, TensorEntry, Uniform, Zero};
 use smoe_gpu::{
     Access, CodedMatmul, CodedPlane, Columns, CopyKernel, DeviceKind, Down, ExpertInput, ExpertLayout,
     FloatMatmul, GateUp, Gpu, GpuError, Hidden, Links, Quantise, Shader, Slice, Software, Step, Weights,
@@ -100,6 +101,18 @@ impl Figure {
     }
 }
 
+/// The experts of a model's layer.
+struct Experts {
+    name: &'static str,
+    d: usize,
+    ff: usize,
+    /// Of a token.
+    top_k: usize,
+    encoding: Encoding,
+    /// They have biases, and a clamped activation.
+    is_gpt_oss: bool,
+}
+
 struct Bench {
     gpu: Gpu,
     cold: u64,
@@ -117,8 +130,7 @@ fn q(bits: u8) -> Encoding {
 }
 
 fn uniform(encoding: Encoding) -> Uniform {
-    let Encoding::Uniform(uniform) = encoding else { panic!("{encoding} has no codes") };
-    uniform
+    encoding.tiles().unwrap_or_else(|| panic!("{encoding} has no codes"))
 }
 
 /// Random codes and scales of 1, or random small floats.
@@ -131,7 +143,7 @@ fn tensor(encoding: Encoding, rows: usize, cols: usize) -> Vec<u8> {
         let word = if encoding.is_float() { state & 0xbfff_bfff_bfff_bfff } else { state };
         eight.copy_from_slice(&word.to_le_bytes()[..eight.len()]);
     }
-    if let Encoding::Uniform(uniform) = encoding {
+    if let Some(uniform) = encoding.tiles() {
         for tile in bytes.chunks_exact_mut(uniform.tile_bytes()) {
             let scales = &mut tile[uniform.code_bytes()..];
             scales.chunks_exact_mut(2).for_each(|s| s.copy_from_slice(&0x3c00u16.to_le_bytes()));
@@ -146,9 +158,21 @@ impl Bench {
         self.copies()?;
         self.quantise()?;
         let scale = if self.small { 16 } else { 1 };
-        for (name, d, ff) in [("235b", 4096, 1536), ("30b", 2048, 768)] {
+        for shape in [
+            Experts { name: "235b", d: 4096, ff: 1536, top_k: 8, encoding: q(4), is_gpt_oss: false },
+            Experts { name: "30b", d: 2048, ff: 768, top_k: 8, encoding: q(4), is_gpt_oss: false },
+            Experts {
+                name: "gpt-oss mxfp4",
+                d: 2880,
+                ff: 2880,
+                top_k: 4,
+                encoding: Table::MXFP4.into(),
+                is_gpt_oss: true,
+            },
+        ] {
+            let shape = Experts { d: shape.d / scale, ff: shape.ff / scale, ..shape };
             for (tokens, shared) in [(1, false), (8, true), (8, false)] {
-                self.experts(name, (d / scale, ff / scale), tokens, shared)?;
+                self.experts(&shape, tokens, shared)?;
             }
         }
         // Of a token of the 30B's.
@@ -355,19 +379,13 @@ impl Bench {
         Ok(())
     }
 
-    /// Eight experts a token: the same for all tokens, or each token its own.
-    fn experts(
-        &mut self,
-        name: &str,
-        (d, ff): (usize, usize),
-        tokens: usize,
-        shared: bool,
-    ) -> Result<(), GpuError> {
-        let top_k = 8;
+    /// A token's experts: the same for all tokens, or each token its own.
+    fn experts(&mut self, shape: &Experts, tokens: usize, shared: bool) -> Result<(), GpuError> {
+        let &Experts { name, d, ff, top_k, encoding, is_gpt_oss } = shape;
         let mut offset = 0;
         let tensors = [(ff, d), (ff, d), (d, ff)].map(|(rows, cols)| {
-            let len = q(4).tensor_bytes(rows, cols).expect("a shape that fits");
-            let entry = TensorEntry { encoding: q(4), rows, cols, offset, len };
+            let len = encoding.tensor_bytes(rows, cols).expect("a shape that fits");
+            let entry = TensorEntry { encoding, rows, cols, offset, len };
             offset += len;
             entry
         });
@@ -375,9 +393,13 @@ impl Bench {
         let experts = if shared { top_k } else { top_k * tokens };
         let lists = (self.cold as usize / record / experts).max(1);
         let table = LayerTable { layer: 0, n_experts: (lists * experts) as u32, record_len: record, tensors };
-        let layout = ExpertLayout::new(&table, record as u64);
+        let mut layout = ExpertLayout::new(&table, record as u64);
+        if is_gpt_oss {
+            let biases = self.gpu.buffer("biases", (4 * lists * experts * (2 * ff + d)) as u64)?;
+            layout = layout.activated(Activation::ClampedSwiglu { alpha: 1.702, limit: 7.0 }).biased(biases);
+        }
         let slots = self.slots(&tensors, record, lists * experts)?;
-        let x = self.coded_x(tokens, d, 64)?;
+        let x = self.coded_x(tokens, d, uniform(encoding).group())?;
         let planes = [&x];
         let input = ExpertInput { coded: &planes, float: None };
         let pairs = tokens * top_k;
@@ -397,9 +419,9 @@ impl Bench {
         let lists = (0..lists).map(list).collect::<Result<Vec<_>, GpuError>>()?;
         let bytes = (experts * tensors[0].len) as u64;
         let how = match (tokens, shared) {
-            (1, _) => "8 experts",
-            (_, true) => "8 experts, shared",
-            (_, false) => "64 experts",
+            (1, _) => format!("{top_k} experts"),
+            (_, true) => format!("{top_k} experts, shared"),
+            (_, false) => format!("{experts} experts"),
         };
         let gate_up = |list| GateUp::new(&self.gpu, &layout, &slots, list, &input, &hidden);
         let gate_ups = lists.iter().map(gate_up).collect::<Result<Vec<_>, _>>()?;

@@ -134,7 +134,7 @@ impl Chosen {
         if let Some(device) = &self.gpu {
             let most = gpu::max_chunk(device.facts(), &vault.spec);
             let chunk = request.chunk.unwrap_or(DEVICE_CHUNK).min(most);
-            return PlanRequest { chunk: Some(chunk), whole_windows: true, ..request.clone() };
+            return PlanRequest { chunk: Some(chunk), ..request.clone() };
         }
         #[cfg(feature = "cuda")]
         if self.cuda.is_some() {

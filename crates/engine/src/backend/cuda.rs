@@ -18,7 +18,7 @@ use smoe_store::Lease;
 use crate::EngineError;
 use crate::backend::{Advanced, Backend, DeviceTier, HEAD_ROWS, Row};
 use crate::device::DevicePlan;
-use crate::kv::{BLOCK, KvCache};
+use crate::kv::{BLOCK, BlockCopy, KvCache};
 use crate::plan::Plan;
 use crate::rope::RopeTable;
 use crate::routes::Routes;
@@ -239,7 +239,7 @@ impl CudaBackend {
     }
 
     fn place(&mut self, rows: &[Row], kv: &mut KvCache) -> Result<(), EngineError> {
-        for (from, to) in kv.take_copies() {
+        for BlockCopy { from, to, .. } in kv.take_copies() {
             self.model.copy_block(from, to)?;
         }
         self.places.clear();

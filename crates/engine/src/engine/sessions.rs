@@ -235,18 +235,21 @@ impl Engine {
             self.run_step(control, None)?;
             session.tokens.append(&mut session.pending);
             self.end_step();
+            if session.shared && session.broken.is_none() {
+                self.kv.commit(session.seq, &session.tokens);
+            }
+            // Windows have no more room than for what is seen.
+            self.kv.slide(session.seq, session.tokens.len());
             Ok(())
         });
         session.queue(&queued, wanted);
         match done {
-            Ok(()) => {
-                session.losses = self.losses;
-                if session.shared && session.broken.is_none() {
-                    self.kv.commit(session.seq, &session.tokens);
-                }
-            }
+            Ok(()) => session.losses = self.losses,
             // From the beginning, next time.
-            Err(_) => session.tokens = held,
+            Err(_) => {
+                self.kv.truncate(session.seq, 0);
+                session.tokens = held;
+            }
         }
         done
     }

@@ -94,6 +94,17 @@ pub struct KvUse {
     pub lost: u64,
 }
 
+/// A block that a device copies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockCopy {
+    /// What is copied.
+    pub from: u32,
+    /// What it becomes.
+    pub to: u32,
+    /// They are blocks of layers that see a window, which have their own.
+    pub is_window: bool,
+}
+
 /// What was found of a sequence's tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Adopted {
@@ -128,7 +139,7 @@ pub struct KvCache {
     warnings: Vec<EngineError>,
     told: bool,
     /// Blocks lie in a device's memory: what is to be copied there.
-    device_copies: Option<Vec<(u32, u32)>>,
+    device_copies: Option<Vec<BlockCopy>>,
 }
 
 impl KvCache {
@@ -300,7 +311,7 @@ impl KvCache {
             let copy = self.allocate_window()?;
             if let Some(windows) = &mut self.windows {
                 let original = windows.replace(seq, index, copy);
-                windows.copy(original, copy);
+                windows.copy(original, copy, &mut self.device_copies);
                 windows.let_go(original, true);
             }
         }
@@ -556,7 +567,7 @@ impl KvCache {
 
     fn copy(&mut self, from: u32, to: u32) {
         if let Some(copies) = &mut self.device_copies {
-            copies.push((from, to));
+            copies.push(BlockCopy { from, to, is_window: false });
             return;
         }
         let stride = self.geometry.block_stride;
@@ -565,7 +576,7 @@ impl KvCache {
     }
 
     /// Keeps the bookkeeping only: blocks lie in a device's memory, and who owns that copies them when
-    /// [`Self::take_copies`] says so. Nothing of them can go to a file, and windowed layers have no blocks of their own.
+    /// [`Self::take_copies`] says so. Nothing of them can go to a file.
     pub fn keep_on_device(&mut self) {
         self.device_copies = Some(Vec::new());
     }
@@ -592,8 +603,8 @@ impl KvCache {
         self.device_copies.is_some()
     }
 
-    /// Blocks to be copied there before anything else is written: from, to.
-    pub fn take_copies(&mut self) -> impl Iterator<Item = (u32, u32)> + '_ {
+    /// Blocks to be copied there before anything else is written.
+    pub fn take_copies(&mut self) -> impl Iterator<Item = BlockCopy> + '_ {
         self.device_copies.iter_mut().flat_map(|copies| copies.drain(..))
     }
 
@@ -607,6 +618,19 @@ impl KvCache {
     #[must_use]
     pub fn table(&self, layer: usize, seq: SeqId) -> &[u32] {
         self.windows_of(layer).map_or_else(|| self.blocks(seq), |windows| windows.table(seq))
+    }
+
+    /// Whether a layer's blocks are those of layers that see a window.
+    #[must_use]
+    pub fn is_windowed(&self, layer: usize) -> bool {
+        self.windows_of(layer).is_some()
+    }
+
+    /// The blocks of layers that see a window, if they have their own: as many as [`Self::blocks`]. What no token sees any
+    /// more is in no memory.
+    #[must_use]
+    pub fn window_table(&self, seq: SeqId) -> Option<&[u32]> {
+        self.windows.as_ref().map(|windows| windows.table(seq))
     }
 
     /// The memory in which a layer's blocks lie, and where things lie in it.

@@ -277,7 +277,7 @@ impl KvCache {
             let own_window = windows.table(seq)[n];
             came = match (part, original) {
                 (Part::Memory(_), Some((id, window))) => {
-                    windows.copy(window, own_window);
+                    windows.copy(window, own_window, &mut self.device_copies);
                     self.copy(id, own);
                     true
                 }

@@ -22,7 +22,7 @@ use smoe_store::{AlignedBuf, OutOfMemory};
 
 use super::geometry::Geometry;
 use super::pool::Pool;
-use super::{BLOCK, SeqId};
+use super::{BLOCK, BlockCopy, SeqId};
 
 /// No block: reading it is out of bounds of every memory.
 pub(super) const GONE: u32 = u32::MAX;
@@ -282,7 +282,12 @@ impl Windows {
         &self.memory[block as usize * stride..(block as usize + 1) * stride]
     }
 
-    pub(super) fn copy(&mut self, from: u32, to: u32) {
+    /// Copies a block; if blocks lie in a device's memory, notes that it is to be copied there.
+    pub(super) fn copy(&mut self, from: u32, to: u32, device: &mut Option<Vec<BlockCopy>>) {
+        if let Some(copies) = device {
+            copies.push(BlockCopy { from, to, is_window: true });
+            return;
+        }
         let stride = self.geometry.block_stride;
         let from = from as usize * stride;
         self.memory.copy_within(from..from + stride, to as usize * stride);

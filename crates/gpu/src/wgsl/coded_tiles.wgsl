@@ -1,6 +1,7 @@
 // What coded.wgsl and coded_wide.wgsl have in common: tiles of 32 rows, and the runs of them that a workgroup has.
 //
-// Needs: consts LOW, HIGH (bits of the planes), TILE_GROUP, AFFINE, TABLE, TOKENS.
+// Needs: consts LOW, HIGH (bits of the planes), TILE_GROUP, AFFINE, TABLE, LEAST (by which a table's levels are more than they are),
+// TOKENS.
 
 @group(0) @binding(0) var<storage, read> stored: array<vec4<u32>>;
 
@@ -60,12 +61,15 @@ fn factor_of(cell: vec2<u32>) -> f32 {
     return fma(fma(-q, hide(f32(MOST)), scale), inverse, q);
 }
 
-// What integers of raw codes become: 8-bit ones were taken less 128, symmetric ones count from the middle, levels are what they are.
+// What integers of raw codes become: 8-bit ones were taken less 128, symmetric ones count from the middle, levels from LEAST.
 fn times_of() -> i32 {
     return select(1i, 2i, AFFINE == 0u && TABLE == 0u);
 }
 
 fn shift_of(sum: i32) -> i32 {
+    if (TABLE == 1u) {
+        return -i32(LEAST) * sum;
+    }
     let shift = select(0i, 128i * sum, LOW == 8u);
-    return select(shift, 2i * shift - MOST * sum, AFFINE == 0u && TABLE == 0u);
+    return select(shift, 2i * shift - MOST * sum, AFFINE == 0u);
 }

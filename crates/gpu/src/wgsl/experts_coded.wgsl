@@ -1,4 +1,4 @@
-// Needs: experts_product.wgsl, coded.wgsl and an operand of it.
+// Needs: experts_product.wgsl, experts_bias.wgsl, coded.wgsl and an operand of it.
 
 // Of an expert: `at` is where the matrix begins in its slot, `slot` what slots are apart, in pieces.
 struct Params { rows: u32, tiles: u32, blocks: u32, at: u32, slot: u32, nothing: u32 }
@@ -16,16 +16,17 @@ fn finish(job: ptr<function, Job>, chain: Chain, sum: vec2<f32>) {
     }
     at = at * p.rows + row;
     if (row < p.rows) {
-        out[at] = sum.x;
+        out[at] = biased(sum.x, row);
     }
     if (row + 1u < p.rows) {
-        out[at + 1u] = sum.y;
+        out[at + 1u] = biased(sum.y, row + 1u);
     }
 }
 
 @compute @workgroup_size(THREADS)
 fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
     e = entry(wg.y);
+    take_biases(wg.y);
     if (TOKENS == 1u) {
         first_out_row = out_row(0u);
     }

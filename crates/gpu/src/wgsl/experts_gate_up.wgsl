@@ -1,9 +1,9 @@
-// Gate, up, SwiGLU and the quantising of the hidden values, of a layer's experts.
+// Gate, up, activation and the quantising of the hidden values, of a layer's experts.
 //
 // A workgroup has an entry and PART blocks of 32 rows of gate and as many of up: whole groups of GROUP hidden
 // values. Workgroups: (parts, entries).
 //
-// Needs: quantise.wgsl, coded.wgsl, coded_plane.wgsl, experts.wgsl, experts_glu.wgsl, consts PART, TOP_K.
+// Needs: quantise.wgsl, coded.wgsl, coded_plane.wgsl, experts.wgsl, experts_bias.wgsl, experts_glu.wgsl, consts PART, TOP_K.
 
 // `gate` and `up` are where the matrices begin in a slot, `slot` what slots are apart, in pieces.
 struct Params { rows: u32, tiles: u32, gate: u32, up: u32, slot: u32, groups: u32, nothing: u32 }
@@ -31,9 +31,21 @@ fn finish(job: ptr<function, Job>, chain: Chain, sum: vec2<f32>) {
     }
 }
 
+// Of rows that are not there, anything.
+fn hidden_of(gate: vec4<f32>, up: vec4<f32>, rows: vec4<u32>) -> vec4<f32> {
+    let row = min(rows, vec4(p.rows - 1u));
+    return vec4(
+        glu(biased(gate.x, row.x), biased_up(up.x, row.x)),
+        glu(biased(gate.y, row.y), biased_up(up.y, row.y)),
+        glu(biased(gate.z, row.z), biased_up(up.z, row.z)),
+        glu(biased(gate.w, row.w), biased_up(up.w, row.w)),
+    );
+}
+
 @compute @workgroup_size(THREADS)
 fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
     let e = entry(wg.y);
+    take_biases(wg.y);
     let first_block = wg.x * PART;
     let blocks = min(PART, (p.rows + 31u) / 32u - first_block);
     var job: Job;
@@ -72,7 +84,7 @@ fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) l
             let gate = dots[place_of(block, token, four)];
             let up = dots[place_of(blocks + block, token, four)];
             let column = vec4(32u * first_block + row) + vec4(0u, 1u, 2u, 3u);
-            values[i] = select(vec4(0.0), swiglu(gate, up), column < vec4(p.rows));
+            values[i] = select(vec4(0.0), hidden_of(gate, up, column), column < vec4(p.rows));
         }
         let coded = quantise(values);
         let out_group = first_block * 32u / GROUP + group;

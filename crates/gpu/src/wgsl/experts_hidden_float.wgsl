@@ -1,4 +1,4 @@
-// SwiGLU of two f32 planes to a third. Workgroups: (columns, row).
+// What the activation makes of two f32 planes, to a third. Workgroups: (columns, row).
 //
 // Needs: quantise.wgsl (divide), experts_glu.wgsl, const THREADS.
 
@@ -14,6 +14,6 @@ fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) l
     let col = wg.x * THREADS + lane;
     if (col < p.cols) {
         let i = wg.y * p.cols + col;
-        hidden[i] = swiglu(vec4(gate[i]), vec4(up[i])).x;
+        hidden[i] = glu(gate[i], up[i]);
     }
 }

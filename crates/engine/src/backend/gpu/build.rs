@@ -194,12 +194,17 @@ impl<'a> Builder<'a> {
             .collect();
         let angle_slice = gpu.buffer("angles", angles.len() as u64)?;
         gpu.write(&angle_slice, 0, &angles);
-        let blocks = plan.sessions * plan.context.div_ceil(BLOCK);
+        let is_windowed = |window: usize| window != usize::MAX && plan.window_blocks > 0;
+        let pools = 1 + usize::from(plan.window_blocks > 0);
+        let blocks = plan.sessions * plan.context.div_ceil(BLOCK) * pools;
         let mut windows: Vec<usize> =
             (0..spec.n_layers()).map(|layer| spec.window(layer).unwrap_or(usize::MAX)).collect();
         windows.sort_unstable();
         windows.dedup();
-        let row = |window: usize| Ok(RowBuffer { window, rows: gpu.buffer("rows", (16 * t) as u64)? });
+        let row = |window| {
+            let rows = gpu.buffer("rows", (16 * t) as u64)?;
+            Ok(RowBuffer { window, is_windowed: is_windowed(window), rows })
+        };
         let pairs = t * spec.moe.top_k;
         let plane = |what: &str, n: usize| gpu.buffer(what, floats(n));
         let n_moe = spec.moe_layers().count();
@@ -213,7 +218,11 @@ impl<'a> Builder<'a> {
             head_dim: hd,
             value_dim: hd,
         };
-        let kv_bytes = layer_block_bytes(spec, plan.kv) * plan.kv_positions.div_ceil(BLOCK) as u64;
+        let kv_bytes = |layer: usize| {
+            let is_windowed = is_windowed(spec.window(layer).unwrap_or(usize::MAX));
+            let blocks = if is_windowed { plan.window_blocks } else { plan.kv_positions.div_ceil(BLOCK) };
+            layer_block_bytes(spec, plan.kv) * blocks as u64
+        };
         let planes = Planes {
             hidden: plane("hidden states", t * d)?,
             kept: plane("hidden states of a token", d)?,
@@ -249,7 +258,7 @@ impl<'a> Builder<'a> {
             everyone: None,
             hidden: Vec::new(),
             kv: (0..spec.n_layers())
-                .map(|_| gpu.buffer("keys and values", kv_bytes))
+                .map(|layer| gpu.buffer("keys and values", kv_bytes(layer)))
                 .collect::<Result<_, _>>()?,
         })
     }
@@ -467,9 +476,14 @@ impl<'a> Builder<'a> {
             Input { float: self.planes.normed.float.clone(), coded: self.planes.normed.coded.clone() };
         let ops = match (&weights.ffn, tier) {
             (LayerFfn::Dense(ffn), _) => LayerOps::Dense(Box::new(self.resident(host, ffn, &normed)?)),
-            (LayerFfn::Moe { router, router_bias, correction, shared, shared_scale, .. }, Some(tier)) => {
+            (LayerFfn::Moe { router, router_bias, correction, shared, shared_scale, biases }, Some(tier)) => {
                 let (index, table, (memory, places)) = tier;
-                let layout = ExpertLayout::new(table, table.record_len as u64);
+                let layout =
+                    ExpertLayout::new(table, table.record_len as u64).activated(self.spec.moe.activation);
+                let layout = match biases {
+                    Some(biases) => layout.biased(self.up.rows(&biases.each_ref().map(|b| host.matrix(b)))?),
+                    None => layout,
+                };
                 let logits = self.planes.router.clone();
                 let n_experts = self.spec.moe.n_experts;
                 let matrix = self.up.matrix(&host.matrix(router))?;

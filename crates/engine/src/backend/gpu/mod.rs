@@ -34,7 +34,7 @@ use crate::EngineError;
 use crate::backend::{Advanced, Backend, DeviceTier, Follows, HEAD_ROWS, KernelTimes, Row, TokenCosts};
 use crate::device::DevicePlan;
 use crate::forecast::DeviceRates;
-use crate::kv::KvCache;
+use crate::kv::{BlockCopy, KvCache};
 use crate::routes::Routes;
 use flow::{Flow, stamp};
 use ops::{Ends, Layer, LayerOps, RowBuffer};
@@ -77,8 +77,8 @@ pub struct GpuBackend {
     /// Blocks of the step's sessions.
     tables: Slice,
     table_words: Vec<u32>,
-    /// Where each session's blocks begin there.
-    table_starts: Vec<(u32, u32)>,
+    /// Where each session's blocks begin there, and those of layers that see a window.
+    table_starts: Vec<(u32, [u32; 2])>,
     row_words: Vec<u32>,
     /// `[T, top_k]`, weights of the step's routes, and the halt.
     route_weights: Slice,
@@ -185,8 +185,12 @@ impl GpuBackend {
         self.table_starts.clear();
         for row in rows {
             if self.table_starts.last().is_none_or(|&(seq, _)| seq != row.seq.0) {
-                self.table_starts.push((row.seq.0, self.table_words.len() as u32));
-                self.table_words.extend_from_slice(kv.blocks(row.seq));
+                let words = &mut self.table_words;
+                let start = words.len() as u32;
+                words.extend_from_slice(kv.blocks(row.seq));
+                let windowed = words.len() as u32;
+                kv.window_table(row.seq).iter().for_each(|table| words.extend_from_slice(table));
+                self.table_starts.push((row.seq.0, [start, windowed]));
             }
         }
         let room = self.tables.len() as usize / 4;
@@ -195,13 +199,14 @@ impl GpuBackend {
         for buffer in &self.rows {
             self.row_words.clear();
             let mut starts = self.table_starts.iter();
-            let (mut seq, mut start) = (u32::MAX, 0);
+            let (mut seq, mut start) = (u32::MAX, [0; 2]);
             for row in rows {
                 if row.seq.0 != seq {
-                    (seq, start) = starts.next().copied().unwrap_or((row.seq.0, 0));
+                    (seq, start) = starts.next().copied().unwrap_or((row.seq.0, start));
                 }
                 let window = u32::try_from(buffer.window).unwrap_or(u32::MAX);
                 let first = (row.position + 1).saturating_sub(window);
+                let start = start[usize::from(buffer.is_windowed)];
                 self.row_words.extend([row.position, start, first, 0]);
             }
             self.gpu.write(&buffer.rows, 0, bytemuck::cast_slice(&self.row_words));
@@ -212,11 +217,13 @@ impl GpuBackend {
     /// takes it for done, whatever becomes of the step.
     fn copy_blocks(&mut self, kv: &mut KvCache) {
         let mut any = false;
-        for (from, to) in kv.take_copies() {
+        let copies: Vec<_> = kv.take_copies().collect();
+        for BlockCopy { from, to, is_window } in copies {
             any = true;
             let step = self.recorder.step();
             let len = self.block.len();
-            for layer in &self.kv {
+            let of_these = |layer: &usize| kv.is_windowed(*layer) == is_window;
+            for layer in (0..self.kv.len()).filter(of_these).map(|layer| &self.kv[layer]) {
                 let part = |block: u32| layer.part(u64::from(block) * len, len);
                 step.copy(&part(from), &self.block);
                 step.copy(&self.block, &part(to));

@@ -165,5 +165,7 @@ pub(super) struct Ends {
 pub(super) struct RowBuffer {
     /// Positions that are seen; all of them if it is `usize::MAX`.
     pub(super) window: usize,
+    /// Blocks are those of layers that see a window.
+    pub(super) is_windowed: bool,
     pub(super) rows: Slice,
 }

@@ -1,7 +1,6 @@
 //! What goes into a device's memory, decided before anything is claimed there.
 
 use smoe_format::expert_file::LayerTable;
-use smoe_format::spec::Activation;
 use smoe_format::{FfnKind, ModelSpec};
 use smoe_gpu::DeviceFacts;
 use smoe_kernels::KvType;
@@ -36,9 +35,10 @@ impl DevicePlan {
     ) -> Result<Self, EngineError> {
         let memory = facts.memory.unwrap_or(UNKNOWN_MEMORY);
         let budget_bytes = limit.unwrap_or(memory - memory / DRIVER_SHARE);
-        let kv_bytes = KvCache::bytes(spec, plan.kv, plan.kv_positions);
+        let kv_bytes = KvCache::windowed_bytes(spec, plan.kv, plan.kv_positions, plan.window_blocks);
         let plane_bytes = plane_bytes(spec, plan);
-        let fixed = plan.backbone_bytes + kv_bytes + plane_bytes;
+        let backbone_bytes = plan.backbone_bytes + bias_bytes(spec);
+        let fixed = backbone_bytes + kv_bytes + plane_bytes;
         let floor: u64 =
             tables.iter().map(|t| (spec.moe.top_k.min(t.n_experts as usize) * t.record_len) as u64).sum();
         if fixed + floor > budget_bytes {
@@ -76,7 +76,7 @@ impl DevicePlan {
         Ok(Self {
             device: facts.name.clone(),
             budget_bytes,
-            backbone_bytes: plan.backbone_bytes,
+            backbone_bytes,
             kv_bytes,
             plane_bytes,
             expert_bytes: pairs.map(|(slots, table)| (slots * table.record_len) as u64).sum(),
@@ -98,8 +98,6 @@ pub(crate) fn unsupported(spec: &ModelSpec, exact: bool, tables: &[LayerTable]) 
         Some("attention with a gate")
     } else if !heads_fit {
         Some("attention heads of this shape")
-    } else if spec.moe.expert_bias || spec.moe.activation != Activation::SwiGlu {
-        Some("experts with biases or another activation than SwiGLU")
     } else if spec.moe.n_experts > 1024 || spec.moe.top_k > 32 {
         Some("so many experts")
     } else if exact && tables.iter().flat_map(|t| &t.tensors).any(|t| !t.encoding.is_float()) {
@@ -113,6 +111,13 @@ pub(crate) fn unsupported(spec: &ModelSpec, exact: bool, tables: &[LayerTable]) 
 pub(crate) fn max_chunk(facts: &DeviceFacts, spec: &ModelSpec) -> usize {
     let row = 4 * spec.moe.top_k * spec.d_model.max(spec.moe.d_expert);
     (facts.max_binding.min(facts.max_buffer) as usize / row.max(1)).max(1)
+}
+
+/// Bytes of the experts' biases, which are f32 on a device.
+fn bias_bytes(spec: &ModelSpec) -> u64 {
+    let moe = &spec.moe;
+    let values = if moe.expert_bias { moe.n_experts * (2 * moe.d_expert + spec.d_model) } else { 0 };
+    4 * (spec.moe_layers().count() * values) as u64
 }
 
 /// Bytes of a KV block of one layer.

@@ -99,6 +99,19 @@ impl<'a> Uploader<'a> {
         Ok(slice)
     }
 
+    /// Matrices of as many rows as f32: the first row of each, then the next.
+    pub(super) fn rows(&mut self, matrices: &[Matrix<'_>]) -> Result<Slice, GpuError> {
+        let mut values = Vec::new();
+        for row in 0..matrices.first().map_or(0, Matrix::rows) {
+            for matrix in matrices {
+                let at = values.len();
+                values.resize(at + matrix.cols(), 0.0);
+                matrix.encoding().decode_row(matrix.bytes(), matrix.cols(), row, &mut values[at..]);
+            }
+        }
+        self.vector(&values)
+    }
+
     fn write(&self, slice: &Slice, at: u64, bytes: &[u8]) {
         let mut at = at;
         for piece in bytes.chunks(PIECE) {
