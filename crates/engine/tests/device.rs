@@ -44,7 +44,8 @@ fn on_gpu(options: &EngineOptions, slots: Option<usize>) -> EngineOptions {
 fn models(seed: u64) -> Vec<TinyModel> {
     let (able, unable): (Vec<_>, Vec<_>) = TinyModel::every(seed).into_iter().partition(|model| {
         let spec = &model.spec;
-        let has_kernels = spec.attention.latent.is_none() && spec.delta.is_none() && !spec.attention.gate;
+        // An indexer chooses among more positions than it may.
+        let has_kernels = spec.attention.indexer.is_none() && spec.delta.is_none() && !spec.attention.gate;
         has_kernels && !spec.moe.expert_bias
     });
     for model in unable {
