@@ -44,7 +44,8 @@ fn on_gpu(options: &EngineOptions, slots: Option<usize>) -> EngineOptions {
 fn models(seed: u64) -> Vec<TinyModel> {
     let (able, unable): (Vec<_>, Vec<_>) = TinyModel::every(seed).into_iter().partition(|model| {
         let spec = &model.spec;
-        spec.attention.latent.is_none() && spec.delta.is_none() && !spec.attention.gate
+        // An indexer chooses among more positions than it may.
+        spec.attention.indexer.is_none() && spec.delta.is_none() && !spec.attention.gate
     });
     for model in unable {
         let dir = tempfile::tempdir().unwrap();

@@ -15,7 +15,7 @@ const TURNS: &str = include_str!("wgsl/attention_turns.wgsl");
 const COMBINE: &str = include_str!("wgsl/attention_combine.wgsl");
 
 /// Positions of a split.
-const SPLIT: usize = 128;
+pub(crate) const SPLIT: usize = 128;
 /// Threads of a workgroup.
 const THREADS: usize = 256;
 /// Lanes that turn a head.
@@ -33,20 +33,20 @@ const PER_KV: usize = 16;
 /// Tokens from which on several of them share a workgroup: there are enough workgroups then.
 const TILED: usize = 16;
 /// Workgroups below which each query head has one of its own: a card has more room, and what a head takes is short.
-const FEW_WORKGROUPS: usize = 128;
+pub(crate) const FEW_WORKGROUPS: usize = 128;
 /// Storage buffers that every device binds at once.
 const BINDINGS: usize = 8;
 /// Workgroups along an axis of a grid.
-const GRID: usize = 65_535;
+pub(crate) const GRID: usize = 65_535;
 
 /// Room for what the splits of tokens come to; shared by the layers of a model.
 #[derive(Clone, Debug)]
 pub struct AttentionScratch {
-    sums: Slice,
-    stats: Slice,
-    n_heads: usize,
-    value_dim: usize,
-    splits: usize,
+    pub(crate) sums: Slice,
+    pub(crate) stats: Slice,
+    pub(crate) n_heads: usize,
+    pub(crate) value_dim: usize,
+    pub(crate) splits: usize,
 }
 
 impl AttentionScratch {
@@ -74,6 +74,12 @@ impl AttentionScratch {
         })
     }
 
+    /// Bytes that one token needs at least that sees `visible` positions.
+    #[must_use]
+    pub const fn least_bytes(n_heads: usize, value_dim: usize, visible: usize) -> u64 {
+        (splits_of(visible) * n_heads * (value_dim + 2) * 4) as u64
+    }
+
     /// Bytes on the device.
     #[must_use]
     pub const fn bytes(&self) -> u64 {
@@ -82,7 +88,7 @@ impl AttentionScratch {
 }
 
 /// Splits that `visible` consecutive positions touch at most.
-const fn splits_of(visible: usize) -> usize {
+pub(crate) const fn splits_of(visible: usize) -> usize {
     (visible + 2 * SPLIT - 2) / SPLIT
 }
 
@@ -104,6 +110,86 @@ pub struct AttentionOutputs<'a> {
     pub plane: Option<&'a Slice>,
     /// As int8.
     pub coded: Option<&'a CodedPlane>,
+}
+
+impl AttentionOutputs<'_> {
+    pub(crate) fn check(&self, tokens: usize, width: usize) {
+        self.plane.iter().for_each(|plane| demand(plane, tokens * width, "outputs of attention"));
+        self.coded.iter().for_each(|coded| demand_coded(coded, tokens, width));
+        assert!(self.plane.is_some() || self.coded.is_some(), "attention without outputs");
+    }
+}
+
+/// What becomes of the sums: where they go, and what takes part in the softmax besides positions.
+#[derive(Clone, Copy)]
+pub(crate) struct Ending<'a> {
+    pub(crate) n_heads: usize,
+    pub(crate) value_dim: usize,
+    pub(crate) sinks: Option<&'a Slice>,
+    pub(crate) outputs: AttentionOutputs<'a>,
+}
+
+impl<'a> Ending<'a> {
+    const fn width(&self) -> usize {
+        self.n_heads * self.value_dim
+    }
+
+    /// Columns of a group of the outputs.
+    fn group(&self) -> usize {
+        self.outputs.coded.map_or(64, |coded| coded.group)
+    }
+
+    fn cells(&self) -> usize {
+        self.width().div_ceil(self.group())
+    }
+
+    /// Workgroups of attention_combine.wgsl for a token.
+    pub(crate) fn parts(&self, gpu: &Gpu) -> usize {
+        self.cells().div_ceil(64 / gpu.team(self.group()))
+    }
+
+    pub(crate) fn draft(&self, mut draft: Draft<'a>) -> Draft<'a> {
+        let Self { sinks, outputs, .. } = *self;
+        draft = draft
+            .constant("CELLS", self.cells())
+            .flag("PLANE", outputs.plane.is_some())
+            .flag("CODED", outputs.coded.is_some())
+            .flag("SINKS", sinks.is_some());
+        draft = match sinks {
+            Some(sinks) => draft
+                .buffer("sinks", "f32", Access::Read, sinks)
+                .text("fn sink_of(head: u32) -> f32 { return sinks[head]; }\n"),
+            None => draft.text("fn sink_of(head: u32) -> f32 { return 0.0; }\n"),
+        };
+        draft = match outputs.plane {
+            Some(plane) => draft.plane("mixed", self.width(), Access::Write, plane),
+            None => draft.text("fn store_mixed(row: u32, chunk: u32, v: vec4<f32>) {}\n"),
+        };
+        match outputs.coded {
+            Some(coded) => draft.coded(coded),
+            None => draft.text("fn store_codes(cell: u32, quarter: u32, coded: Codes) {}\n"),
+        }
+    }
+
+    /// The kernel that joins the splits of tokens.
+    pub(crate) fn combine(
+        &self,
+        gpu: &Gpu,
+        rows: Rows<'a>,
+        scratch: &'a AttentionScratch,
+    ) -> Result<Op, GpuError> {
+        let (group, team, value_dim) = (self.group(), gpu.team(self.group()), self.value_dim);
+        let draft = Draft::default()
+            .float(group, team)
+            .constant("HEADS", self.n_heads)
+            .constant("VALUE_DIM", value_dim)
+            .constant("AT_ONCE", if value_dim.is_multiple_of(group) { group / (4 * team) } else { 1 })
+            .text(COMBINE)
+            .buffer("rows", "vec4<u32>", Access::Read, rows.rows)
+            .buffer("sums", "vec4<f32>", Access::Read, &scratch.sums)
+            .buffer("stats", "vec2<f32>", Access::Read, &scratch.stats);
+        self.draft(draft).op(gpu, "attention: combine")
+    }
 }
 
 /// Grouped-query attention of the tokens of a step, each over the positions that its row says.
@@ -172,14 +258,11 @@ impl Attention {
         demand(queries, tokens * n_heads * head_dim, "queries");
         demand(rows.rows, 4 * tokens, "rows");
         sinks.iter().for_each(|sinks| demand(sinks, n_heads, "sinks"));
-        outputs.plane.iter().for_each(|plane| demand(plane, tokens * width, "outputs of attention"));
-        outputs.coded.iter().for_each(|coded| demand_coded(coded, tokens, width));
-        assert!(outputs.plane.is_some() || outputs.coded.is_some(), "attention without outputs");
+        outputs.check(tokens, width);
         assert_eq!((scratch.n_heads, scratch.value_dim), (n_heads, value_dim), "heads of the scratch");
 
         let groups = per_kv.div_ceil(QUERIES);
         let group = outputs.coded.map_or(64, |coded| coded.group);
-        let cells = width.div_ceil(group);
         let team = gpu.team(group);
         let access = |turns: Option<RopeInput<'a>>| match turns {
             // What is in the cache already, and what is written there, are of one buffer.
@@ -229,37 +312,7 @@ impl Attention {
         let tile = QUERIES / per_kv;
         let tiled = if tile > 1 && tokens >= TILED { Some((split(tile, groups, None)?, tile)) } else { None };
 
-        // What becomes of the sums: where they go, and what takes part in the softmax besides positions.
-        let end = |mut draft: Draft<'a>| -> Draft<'a> {
-            draft = draft
-                .constant("CELLS", cells)
-                .flag("PLANE", outputs.plane.is_some())
-                .flag("CODED", outputs.coded.is_some())
-                .flag("SINKS", sinks.is_some());
-            draft = match sinks {
-                Some(sinks) => draft
-                    .buffer("sinks", "f32", Access::Read, sinks)
-                    .text("fn sink_of(head: u32) -> f32 { return sinks[head]; }\n"),
-                None => draft.text("fn sink_of(head: u32) -> f32 { return 0.0; }\n"),
-            };
-            draft = match outputs.plane {
-                Some(plane) => draft.plane("mixed", width, Access::Write, plane),
-                None => draft.text("fn store_mixed(row: u32, chunk: u32, v: vec4<f32>) {}\n"),
-            };
-            match outputs.coded {
-                Some(coded) => draft.coded(coded),
-                None => draft.text("fn store_codes(cell: u32, quarter: u32, coded: Codes) {}\n"),
-            }
-        };
-        let combine = Draft::default()
-            .float(group, team)
-            .constant("HEADS", n_heads)
-            .constant("VALUE_DIM", value_dim)
-            .constant("AT_ONCE", if value_dim.is_multiple_of(group) { group / (4 * team) } else { 1 })
-            .text(COMBINE)
-            .buffer("rows", "vec4<u32>", Access::Read, rows.rows)
-            .buffer("sums", "vec4<f32>", Access::Read, &scratch.sums)
-            .buffer("stats", "vec2<f32>", Access::Read, &scratch.stats);
+        let ending = Ending { n_heads, value_dim, sinks, outputs };
         // Its outputs must have room where its scores were, its heads be whole groups, and its buffers few enough.
         let bound = 5
             + usize::from(sinks.is_some())
@@ -270,7 +323,7 @@ impl Attention {
         let whole = |name: &str, turns: Option<RopeInput<'a>>| {
             let rest = [ATTENTION, include_str!("wgsl/attention_whole.wgsl")].concat();
             // Codes have the CPU's bits, so its end is not among the rest.
-            end(core(1, per_kv, turns)).loose_op(gpu, name, &rest)
+            ending.draft(core(1, per_kv, turns)).loose_op(gpu, name, &rest)
         };
         // Every value of a split is on its way at once, and so are keys; and all of it has room.
         let turning = match turns.filter(|input| {
@@ -303,13 +356,13 @@ impl Attention {
             tiled,
             whole,
             turning,
-            combine: end(combine).op(gpu, "attention: combine")?,
+            combine: ending.combine(gpu, rows, scratch)?,
             tokens,
             room: scratch.splits,
             n_kv_heads,
             groups,
             per_kv,
-            parts: cells.div_ceil(64 / team),
+            parts: ending.parts(gpu),
             scale,
             eps: turns.map_or(0.0, |input| input.eps()),
         })
@@ -379,7 +432,7 @@ impl Attention {
 
 impl KvFormat {
     /// Parts of sixteen bytes that hold four elements each.
-    const fn words(self) -> usize {
+    pub(crate) const fn words(self) -> usize {
         match self {
             Self::F32 => 1,
             Self::F16 => 2,
@@ -388,7 +441,7 @@ impl KvFormat {
     }
 
     /// The type of such a part.
-    const fn narrow(self) -> &'static str {
+    pub(crate) const fn narrow(self) -> &'static str {
         match self {
             Self::F32 => "vec4<u32>",
             Self::F16 => "vec2<u32>",
@@ -411,7 +464,7 @@ impl KvFormat {
         }
     }
 
-    const fn widen(self) -> &'static str {
+    pub(crate) const fn widen(self) -> &'static str {
         match self {
             Self::F32 => include_str!("wgsl/attention_f32.wgsl"),
             Self::F16 => include_str!("wgsl/attention_f16.wgsl"),

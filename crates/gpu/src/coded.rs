@@ -266,21 +266,32 @@ impl ExactMatmul {
         tokens: usize,
         out: &Columns,
     ) -> Result<Self, GpuError> {
-        let Encoding::Uniform(uniform) = weights.encoding else { panic!("{} weights", weights.encoding) };
         assert_plane(x, tokens, weights.cols);
         out.assert_room(tokens, weights.rows);
         assert!(weights.rows.div_ceil(ROWS) <= GRID, "the grid");
+        let op = Self::kernel(gpu, weights, 1, x, &out.plane)?;
+        let groups = weights.tiles().groups(weights.cols);
+        let Columns { stride, offset, .. } = *out;
+        Ok(Self { op, rows: weights.rows, cols: weights.cols, groups, tokens, stride, offset })
+    }
+
+    /// The kernel, for a matrix of each of `heads` heads.
+    pub(crate) fn kernel(
+        gpu: &Gpu,
+        weights: &Weights,
+        heads: usize,
+        x: &Slice,
+        out: &Slice,
+    ) -> Result<Op, GpuError> {
+        let Encoding::Uniform(uniform) = weights.encoding else { panic!("{} weights", weights.encoding) };
         let mut constants = tile_constants(uniform).to_vec();
-        constants.extend([("GROUP", uniform.group() as u32), ("TEAM", 4)]);
+        constants.extend([("GROUP", uniform.group() as u32), ("TEAM", 4), ("HEADS", heads as u32)]);
         let kernel = gpu.kernel(&Shader {
             name: "exact product",
             source: text(&constants, &[QUANTISE, include_str!("wgsl/coded_exact.wgsl")]).into(),
             bindings: &[Access::Read, Access::Read, Access::Write],
         })?;
-        let op = gpu.bind(&kernel, &[&weights.slice, x, &out.plane])?;
-        let groups = uniform.groups(weights.cols);
-        let Columns { stride, offset, .. } = *out;
-        Ok(Self { op, rows: weights.rows, cols: weights.cols, groups, tokens, stride, offset })
+        gpu.bind(&kernel, &[&weights.slice, x, out])
     }
 
     /// Records it for the first `tokens` tokens.

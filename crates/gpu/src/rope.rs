@@ -4,7 +4,11 @@ use crate::norm::{Draft, demand};
 use crate::shader::{Access, Op};
 use crate::{Gpu, GpuError, Slice, Step};
 
-const HEADS: &str = include_str!("wgsl/rope_heads.wgsl");
+const HEADS: &str = concat!(
+    include_str!("wgsl/rope_pairs.wgsl"),
+    include_str!("wgsl/rope_heads.wgsl"),
+    include_str!("wgsl/rope_store.wgsl")
+);
 const ROPE: &str = include_str!("wgsl/rope.wgsl");
 
 /// Positions of a block of the cache.
@@ -34,6 +38,16 @@ impl KvFormat {
             Self::Q8 => 2,
         }
     }
+
+    /// Bytes of a row of `dim` elements: what they need, rounded up to a multiple of 16.
+    pub(crate) const fn row_bytes(self, dim: usize) -> usize {
+        let bytes = match self {
+            Self::F32 => 4 * dim,
+            Self::F16 => 2 * dim,
+            Self::Q8 => dim + 4,
+        };
+        bytes.next_multiple_of(16)
+    }
 }
 
 /// The keys and values of a layer on the device.
@@ -57,13 +71,7 @@ impl KvLayout {
     /// Bytes of a row, key or value: what the wider one needs, rounded up to a multiple of 16.
     #[must_use]
     pub const fn row_bytes(&self) -> usize {
-        let dim = if self.head_dim > self.value_dim { self.head_dim } else { self.value_dim };
-        let bytes = match self.format {
-            KvFormat::F32 => 4 * dim,
-            KvFormat::F16 => 2 * dim,
-            KvFormat::Q8 => dim + 4,
-        };
-        bytes.next_multiple_of(16)
+        self.format.row_bytes(if self.head_dim > self.value_dim { self.head_dim } else { self.value_dim })
     }
 
     /// Bytes of a block.

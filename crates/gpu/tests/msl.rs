@@ -14,9 +14,10 @@ use smoe_format::{Encoding, LayerTable, Table, TensorEntry, Uniform, Zero};
 use smoe_gpu::{
     Angles, Argmax, Attention, AttentionHeads, AttentionOutputs, AttentionScratch, CodedMatmul, CodedPlane,
     Columns, Delta, Down, Embed, ExactMatmul, ExpertInput, ExpertLayout, FloatMatmul, GateUp, Gpu, GpuError,
-    Hidden, KV_BLOCK, KvFormat, KvLayout, Lanes, MixNorm, NormOutputs, Projections, QkNorm, Quantise,
-    RopeAppend, RopeInput, RopePairs, Route, RouteInputs, RouteOutputs, Rows, Shared, Slice, Tuning, Weights,
-    WorkList,
+    HeadColumns, HeadInput, HeadMatmul, HeadPlane, HeadTurn, Hidden, KV_BLOCK, KvFormat, KvLayout, Lanes,
+    LatentAppend, LatentAttention, LatentInput, LatentLayout, LatentNorm, LatentQueries, MixNorm,
+    NormOutputs, Projections, QkNorm, Quantise, RopeAppend, RopeInput, RopePairs, Route, RouteInputs,
+    RouteOutputs, Rows, Shared, Slice, Tuning, Weights, WorkList,
 };
 
 /// A kernel in Metal's language.
@@ -272,6 +273,7 @@ fn layer(gpu: &Gpu) -> Result<(), GpuError> {
             }
         }
     }
+    latent(gpu)?;
 
     let n_experts = 64;
     let layout = {
@@ -299,6 +301,57 @@ fn layer(gpu: &Gpu) -> Result<(), GpuError> {
         Route::new(gpu, tokens, &moe, inputs, outputs)?;
     }
     Argmax::new(gpu, tokens, n_experts, &logits, &ids)?;
+    Ok(())
+}
+
+/// Latent attention, and what goes into it.
+fn latent(gpu: &Gpu) -> Result<(), GpuError> {
+    let (tokens, heads, context) = (8, 16, 1024);
+    let rows = Rows { rows: &floats(gpu, 4 * tokens), tables: &floats(gpu, context / KV_BLOCK) };
+    // As published, and a row whose pieces are not all there.
+    for (i, (kv_rank, rope_dim, nope, q_rank)) in
+        [(512, 64, 128, 1536), (64, 12, 28, 48)].into_iter().enumerate()
+    {
+        let key_dim = kv_rank + rope_dim;
+        let stride = q_rank + key_dim;
+        let (plane, norms) = (floats(gpu, tokens * stride), floats(gpu, kv_rank + q_rank));
+        let table = floats(gpu, context * rope_dim);
+        let pairs = [RopePairs::Neighbours, RopePairs::Halves][i];
+        let angles = Angles { table: &table, positions: context, dim: rope_dim, pairs };
+        let (low, low_coded) = (floats(gpu, tokens * q_rank), CodedPlane::new(gpu, tokens, q_rank, 64)?);
+        let (queries, latents) =
+            (floats(gpu, tokens * heads * key_dim), floats(gpu, tokens * heads * kv_rank));
+        let scratch = AttentionScratch::new(gpu, heads, kv_rank, context, 1 << 20)?;
+        for format in [KvFormat::F32, KvFormat::F16, KvFormat::Q8] {
+            let kv = LatentLayout { format, kv_rank, rope_dim };
+            let cache = gpu.buffer("cache", (kv.block_bytes() * (context / KV_BLOCK)) as u64)?;
+            for (plane_out, coded) in [(Some(&low), None), (None, Some(&low_coded))] {
+                let queries = Some(LatentQueries { rank: q_rank, at: 0, plane: plane_out, coded });
+                let norm = LatentNorm { weights: &norms, eps: 1e-6 };
+                let input = LatentInput { plane: &plane, stride, kv_at: q_rank, queries, norm, angles };
+                LatentAppend::new(gpu, tokens, kv, input, rows, &cache)?;
+            }
+            let outputs = AttentionOutputs { plane: Some(&latents), coded: None };
+            LatentAttention::new(gpu, tokens, kv, heads, 0.1, &queries, &cache, rows, &scratch, outputs)?;
+        }
+        let from = floats(gpu, tokens * heads * (nope + rope_dim));
+        let from = HeadColumns {
+            plane: &from,
+            stride: heads * (nope + rope_dim),
+            at: 0,
+            head_stride: nope + rope_dim,
+        };
+        for (encoding, group) in
+            [(CODED[0], Some(64)), (CODED[6], Some(64)), (CODED[6], None), (Encoding::Bf16, None)]
+        {
+            let part = HeadPlane::new(gpu, tokens, heads, nope, group)?;
+            let turn = Some(HeadTurn { angles, rows, queries: &queries, key_dim });
+            HeadInput::new(gpu, tokens, heads, nope, from, turn, &part)?;
+            let bytes = encoding.tensor_bytes(heads * kv_rank, nope).unwrap() as u64;
+            let weights = Weights::new(gpu.buffer("test", bytes)?, heads * kv_rank, nope, encoding);
+            HeadMatmul::new(gpu, &weights, heads, &part, tokens, &queries, key_dim)?;
+        }
+    }
     Ok(())
 }
 

@@ -1,7 +1,8 @@
 // One coded matrix times f32 tokens, each weight decoded as the format defines it: for exactness, not speed.
-// A workgroup has a block of 32 rows and a token; lane `32 * part + row` takes every PARTS-th group.
+// A workgroup has a block of 32 rows, a token and a head (of one, unless there is a matrix for each of them); lane
+// `32 * part + row` takes every PARTS-th group. Workgroups: (blocks of a head's rows, token, head).
 //
-// Needs: quantise.wgsl (divide), consts LOW, HIGH, TILE_GROUP, AFFINE.
+// Needs: quantise.wgsl (divide), consts LOW, HIGH, TILE_GROUP, AFFINE, HEADS.
 
 struct Params { rows: u32, cols: u32, tiles: u32, stride: u32, offset: u32, nothing: u32 }
 var<immediate> p: Params;
@@ -47,10 +48,11 @@ fn half_at(word: u32, row: u32) -> f32 {
 @compute @workgroup_size(32u * PARTS)
 fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
     let row = lane & 31u;
-    let x_row = wg.y * p.cols;
+    let x_row = (wg.y * HEADS + wg.z) * p.cols;
+    let block = wg.z * ((p.rows + 31u) / 32u) + wg.x;
     var acc = 0.0;
     for (var g = lane >> 5u; g < p.tiles; g += PARTS) {
-        let tile = (wg.x * p.tiles + g) * TILE;
+        let tile = (block * p.tiles + g) * TILE;
         let scale = half_at(tile + CODES, row);
         var step = scale;
         var least = 0.0;
@@ -81,6 +83,6 @@ fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) l
         for (var part = 1u; part < PARTS; part++) {
             acc += parts[32u * part + row];
         }
-        out[wg.y * p.stride + p.offset + out_row] = acc;
+        out[(wg.y * HEADS + wg.z) * p.stride + p.offset + out_row] = acc;
     }
 }

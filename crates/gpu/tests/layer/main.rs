@@ -5,6 +5,7 @@
 mod attention;
 #[path = "../common/mod.rs"]
 mod common;
+mod latent;
 mod norm;
 mod rope;
 mod route;
@@ -19,11 +20,16 @@ use smoe_format::spec::{GroupScore, GroupSpec, MoeSpec, RouterKind};
 use smoe_format::{Encoding, Uniform, Zero};
 use smoe_gpu::{
     Angles, Argmax, Attention, AttentionHeads, AttentionOutputs, AttentionScratch, CodedMatmul, CodedPlane,
-    Columns, Delta, Embed, FloatMatmul, Gpu, Halt, KV_BLOCK, KvFormat, KvLayout, Lanes, MixNorm, NormInput,
-    NormMatmul, NormOutputs, Projections, QkNorm, RopeAppend, RopeInput, RopePairs, Route, RouteInputs,
-    RouteOutputs, RouterNorm, Rows, Shared, Slice, Step, Tuning, Weights, WorkList,
+    Columns, Delta, Embed, FloatMatmul, Gpu, Halt, HeadColumns, HeadInput, HeadMatmul, HeadPlane, HeadTurn,
+    KV_BLOCK, KvFormat, KvLayout, Lanes, LatentAppend, LatentAttention, LatentInput, LatentLayout,
+    LatentNorm, LatentQueries, MixNorm, NormInput, NormMatmul, NormOutputs, Projections, QkNorm, RopeAppend,
+    RopeInput, RopePairs, Route, RouteInputs, RouteOutputs, RouterNorm, Rows, Shared, Slice, Step, Tuning,
+    Weights, WorkList,
 };
-use smoe_kernels::{Kernels, KvBlocks, KvPlane, KvType, RopeStyle, sigmoid, top_k};
+use smoe_kernels::{
+    HeadInput as CpuHeadInput, HeadScratch, Kernels, KvBlocks, KvPlane, KvType, Matrix, Pool, RopeStyle,
+    head_matmul, sigmoid, top_k,
+};
 
 /// What outputs hold before a kernel runs; a NaN that no arithmetic makes.
 const STALE: u32 = 0x7fc0_dead;

@@ -5,18 +5,19 @@ use std::sync::Arc;
 use smoe_format::expert_file::{LayerTable, TensorEntry};
 use smoe_format::{Encoding, FfnKind, ModelSpec, Uniform};
 use smoe_gpu::{
-    Angles, Argmax, Attention, AttentionHeads, AttentionOutputs, AttentionScratch, CodedMatmul, Columns,
-    Delta, Down, Embed, ExactMatmul, ExpertInput, ExpertLayout, FloatMatmul, GateUp, Gpu, GpuError, Halt,
-    Hidden, KvFormat, KvLayout, MixNorm, NormInput, NormMatmul, NormOutputs, Projections as Projected,
-    QkNorm, RopeAppend, RopeInput, RopePairs, Route, RouteInputs, RouteOutputs, RouterNorm, Rows, Shared,
-    Slice, Weights as DeviceWeights, WorkList,
+    Angles, Argmax, Attention, AttentionHeads, AttentionOutputs, AttentionScratch, CodedMatmul, CodedPlane,
+    Columns, Delta, Down, Embed, ExactMatmul, ExpertInput, ExpertLayout, FloatMatmul, GateUp, Gpu, GpuError,
+    Halt, Hidden, KvLayout, MixNorm, NormInput, NormMatmul, NormOutputs, Projections as Projected, QkNorm,
+    RopeAppend, RopeInput, RopePairs, Route, RouteInputs, RouteOutputs, RouterNorm, Rows, Shared, Slice,
+    Weights as DeviceWeights, WorkList,
 };
 use smoe_kernels::{KvType, Matrix, Pool};
 use smoe_meter::TierMeter;
 
 use super::flow::{Flow, HALT_BYTES};
-use super::ops::{Ends, Input, Layer, LayerOps, Lone, Moe, Product, Routed, RowBuffer};
-use super::plan::layer_block_bytes;
+use super::latent::LatentPlanes;
+use super::ops::{Ends, Input, Layer, LayerOps, Lone, Mixer, Moe, Product, Routed, RowBuffer};
+use super::plan::{ATTENTION_SCRATCH, Widths, kv_format, layer_block_bytes};
 use super::recorder::Recorder;
 use super::tier::ExpertTier;
 use super::weights::{DeviceMatrix, Uploader, stackable};
@@ -30,22 +31,19 @@ use crate::plan::Plan;
 use crate::rope::RopeTable;
 use crate::weights::{Ffn, LayerFfn, LayerWeights, Projections, Weights};
 
-/// Bytes for what the splits of attention come to.
-const ATTENTION_SCRATCH: u64 = 64 << 20;
-
 /// Threads that copy experts: what saturates a bus; not measured.
 const COPY_THREADS: usize = 8;
 
 /// The planes that layers share: one layer runs at a time.
-struct Planes {
+pub(super) struct Planes {
     hidden: Slice,
     /// The same of one token, between the entrance of a layer and its router.
     kept: Slice,
     /// Input of attention.
     input: Input,
-    /// Queries, keys and values as projected.
-    projected: Slice,
-    queries: Slice,
+    /// Queries, keys and values, or latents, as projected.
+    pub(super) projected: Slice,
+    pub(super) queries: Slice,
     /// Outputs of the heads.
     mixed: Input,
     /// What attention adds.
@@ -59,7 +57,9 @@ struct Planes {
     /// Output of a dense part or a shared expert.
     dense: Slice,
     gates: Slice,
-    scratch: AttentionScratch,
+    pub(super) scratch: AttentionScratch,
+    /// Of latent attention.
+    pub(super) latent: Option<LatentPlanes>,
     angles: Slice,
     tables: Slice,
     rows: Vec<RowBuffer>,
@@ -69,17 +69,18 @@ struct Planes {
     seen: Slice,
 }
 
-struct Builder<'a> {
-    gpu: &'a Gpu,
-    up: Uploader<'a>,
-    spec: &'a ModelSpec,
-    weights: &'a Weights,
-    tokens: usize,
+pub(super) struct Builder<'a> {
+    pub(super) gpu: &'a Gpu,
+    pub(super) up: Uploader<'a>,
+    pub(super) spec: &'a ModelSpec,
+    pub(super) weights: &'a Weights,
+    pub(super) tokens: usize,
     context: usize,
-    exact: bool,
-    planes: Planes,
+    pub(super) exact: bool,
+    pub(super) planes: Planes,
+    pub(super) kv_type: KvType,
     kv_layout: KvLayout,
-    kv: Vec<Slice>,
+    pub(super) kv: Vec<Slice>,
     /// List of the resident parts.
     everyone: Option<WorkList>,
     /// Hidden values of experts, by width, form and number: layers share them.
@@ -87,7 +88,7 @@ struct Builder<'a> {
 }
 
 /// Bytes of so many floats.
-const fn floats(n: usize) -> u64 {
+pub(super) const fn floats(n: usize) -> u64 {
     4 * n as u64
 }
 
@@ -186,7 +187,7 @@ impl<'a> Builder<'a> {
         let (t, d, hd) = (plan.chunk, spec.d_model, a.head_dim);
         let groups = cpu::groups(weights.tensors().map(|t| t.encoding), tables);
         let groups = if exact { Vec::new() } else { groups };
-        let (heads, kv_heads) = (a.n_heads * hd, a.n_kv_heads * hd);
+        let widths = Widths::of(spec);
         let table = RopeTable::new(&spec.rope, spec.rope_dim(), plan.context);
         let angles: Vec<u8> = (0..plan.context)
             .flat_map(|p| table.cos(p).iter().zip(table.sin(p)).flat_map(|(c, s)| [*c, *s]))
@@ -208,16 +209,8 @@ impl<'a> Builder<'a> {
         let pairs = t * spec.moe.top_k;
         let plane = |what: &str, n: usize| gpu.buffer(what, floats(n));
         let n_moe = spec.moe_layers().count();
-        let kv_layout = KvLayout {
-            format: match plan.kv {
-                KvType::F32 => KvFormat::F32,
-                KvType::F16 => KvFormat::F16,
-                KvType::Q8 => KvFormat::Q8,
-            },
-            n_kv_heads: a.n_kv_heads,
-            head_dim: hd,
-            value_dim: hd,
-        };
+        let kv_layout =
+            KvLayout { format: kv_format(plan.kv), n_kv_heads: a.n_kv_heads, head_dim: hd, value_dim: hd };
         let kv_bytes = |layer: usize| {
             let is_windowed = is_windowed(spec.window(layer).unwrap_or(usize::MAX));
             let blocks = if is_windowed { plan.window_blocks } else { plan.kv_positions.div_ceil(BLOCK) };
@@ -227,9 +220,9 @@ impl<'a> Builder<'a> {
             hidden: plane("hidden states", t * d)?,
             kept: plane("hidden states of a token", d)?,
             input: Input::new(gpu, t, d, &groups)?,
-            projected: plane("projections", t * (heads + 2 * kv_heads))?,
-            queries: plane("queries", t * heads)?,
-            mixed: Input::new(gpu, t, heads, &groups)?,
+            projected: plane("projections", t * widths.projected)?,
+            queries: plane("queries", t * widths.queries)?,
+            mixed: Input::new(gpu, t, widths.outputs, &groups)?,
             delta: plane("what attention adds", t * d)?,
             normed: Input::new(gpu, t, d, &groups)?,
             ids: plane("chosen experts", pairs)?,
@@ -238,7 +231,8 @@ impl<'a> Builder<'a> {
             outputs: plane("outputs of experts", pairs * d)?,
             dense: plane("output of a dense part", t * d)?,
             gates: plane("gates of shared experts", t)?,
-            scratch: AttentionScratch::new(gpu, a.n_heads, hd, plan.context, ATTENTION_SCRATCH)?,
+            scratch: AttentionScratch::new(gpu, a.n_heads, a.mixed_dim(), plan.context, ATTENTION_SCRATCH)?,
+            latent: LatentPlanes::new(gpu, spec, t, &groups)?,
             angles: angle_slice,
             tables: plane("blocks of sessions", blocks)?,
             rows: windows.into_iter().map(row).collect::<Result<_, GpuError>>()?,
@@ -254,6 +248,7 @@ impl<'a> Builder<'a> {
             context: plan.context,
             exact,
             planes,
+            kv_type: plan.kv,
             kv_layout,
             everyone: None,
             hidden: Vec::new(),
@@ -303,7 +298,7 @@ impl<'a> Builder<'a> {
     }
 
     /// `out[t, offset..] = W input[t]`, W being `matrices` one under the other.
-    fn product(
+    pub(super) fn product(
         &mut self,
         matrices: &[Matrix<'_>],
         input: &Input,
@@ -388,19 +383,20 @@ impl<'a> Builder<'a> {
     ) -> Result<Layer, EngineError> {
         let weights: &'a LayerWeights = &self.weights.layers[layer];
         let host: &'a Weights = self.weights;
-        let Projections::Heads { q, k, v, bias, norm, gate: None } = &weights.projections else {
-            return Err(EngineError::Unsupported { what: "this attention on a GPU".to_owned() });
+        let matrices: Vec<Matrix<'a>> = match &weights.projections {
+            Projections::Heads { q, k, v, gate: None, .. } => [q, k, v].map(|w| host.matrix(w)).into(),
+            Projections::Latent { q_down, q, kv_down, .. } => {
+                [q_down.as_ref().map_or(q, |(down, _)| down), kv_down].map(|w| host.matrix(w)).into()
+            }
+            _ => return Err(EngineError::Unsupported { what: "this attention on a GPU".to_owned() }),
         };
-        let a = self.spec.attention;
-        let (heads, kv_heads) = (a.n_heads * a.head_dim, a.n_kv_heads * a.head_dim);
-        let stride = heads + 2 * kv_heads;
+        let stride: usize = matrices.iter().map(Matrix::rows).sum();
         let (t, d) = (self.tokens, self.spec.d_model);
 
         let norm_weight = self.up.vector(&weights.attn_norm)?;
         let enter = self.norm(&norm_weight, self.delta_before(layer), None, t, &self.planes.input)?;
         let enter_plain = self.norm(&norm_weight, Delta::None, None, t, &self.planes.input)?;
 
-        let matrices = [q, k, v].map(|tensor| host.matrix(tensor));
         let input = Input { float: self.planes.input.float.clone(), coded: self.planes.input.coded.clone() };
         let projected = self.planes.projected.clone();
         let stacked = if stackable(&matrices) { Some(self.up.stack(&matrices)?) } else { None };
@@ -418,53 +414,29 @@ impl<'a> Builder<'a> {
             }
             _ => None,
         };
-        let bias = bias.as_ref().map(|bias| self.up.vector(&bias.concat())).transpose()?;
-        let norms = norm.as_ref().map(|norm| self.up.vector(&norm.concat())).transpose()?;
         let window = self.spec.window(layer).unwrap_or(usize::MAX);
         let row_buffer = self.planes.rows.iter().find(|rows| rows.window == window);
-        let rows =
-            Rows { rows: &row_buffer.expect("every window has its rows").rows, tables: &self.planes.tables };
-        let rope_input = RopeInput {
-            projections: Projected {
-                plane: &projected,
-                stride,
-                at: [0, heads, heads + kv_heads],
-                bias: bias.as_ref(),
-            },
-            norm: norms.as_ref().map(|weights| QkNorm {
-                weights,
-                eps: self.spec.rms_norm_eps,
-                whole: a.qk_norm_whole,
-            }),
-            angles: Angles {
-                table: &self.planes.angles,
-                positions: self.context,
-                dim: self.spec.rope_dim(),
-                pairs: if self.spec.rope.interleaved { RopePairs::Neighbours } else { RopePairs::Halves },
-            },
+        let (row_words, tables, angle_table) = (
+            row_buffer.expect("every window has its rows").rows.clone(),
+            self.planes.tables.clone(),
+            self.planes.angles.clone(),
+        );
+        let rows = Rows { rows: &row_words, tables: &tables };
+        let angles = Angles {
+            table: &angle_table,
+            positions: self.context,
+            dim: self.spec.rope_dim(),
+            pairs: if self.spec.rope.interleaved { RopePairs::Neighbours } else { RopePairs::Halves },
         };
-        let (queries, cache) = (&self.planes.queries, &self.kv[layer]);
-        let rope = RopeAppend::new(self.gpu, t, a.n_heads, self.kv_layout, rope_input, rows, queries, cache)?;
-        let sinks = weights.sinks.as_ref().map(|sinks| self.up.vector(sinks)).transpose()?;
         let mixed = Input { float: self.planes.mixed.float.clone(), coded: self.planes.mixed.coded.clone() };
         let wanted = host.matrix(&weights.o).tiles().filter(|_| !self.exact);
-        let coded = wanted.and_then(|u| mixed.coded.iter().find(|plane| plane.suits(u, heads)));
-        let attention = Attention::new(
-            self.gpu,
-            t,
-            self.kv_layout,
-            AttentionHeads {
-                n_heads: a.n_heads,
-                scale: (a.score_scale / (a.head_dim as f64).sqrt()) as f32,
-                sinks: sinks.as_ref(),
-            },
-            queries,
-            cache,
-            rows,
-            &self.planes.scratch,
-            AttentionOutputs { plane: coded.is_none().then_some(&mixed.float), coded },
-            Some(rope_input),
-        )?;
+        let coded = wanted.and_then(|u| mixed.coded.iter().find(|plane| plane.suits(u, weights.o.cols)));
+        let mixer = match &weights.projections {
+            Projections::Heads { bias, norm, .. } => {
+                self.heads(layer, (bias.as_ref(), norm.as_ref()), stride, rows, angles, &mixed.float, coded)?
+            }
+            _ => Mixer::Latent(Box::new(self.latent(layer, stride, rows, angles, &mixed.float, coded)?)),
+        };
         let delta = self.planes.delta.clone();
         let o = self.product(&[host.matrix(&weights.o)], &mixed, t, &delta, d)?;
         let o_bias = weights.o_bias.as_ref().map(|bias| self.up.vector(bias)).transpose()?;
@@ -558,7 +530,60 @@ impl<'a> Builder<'a> {
             }
             (LayerFfn::Moe { .. }, None) => unreachable!("an MoE layer has its table"),
         };
-        Ok(Layer { enter, enter_plain, qkv, lone, rope, window, attention, o, leave, ops })
+        Ok(Layer { enter, enter_plain, qkv, lone, mixer, window, o, leave, ops })
+    }
+
+    /// Queries, keys and values of heads of their own, and attention over them, of a layer.
+    fn heads(
+        &mut self,
+        layer: usize,
+        (bias, norm): (Option<&[Vec<f32>; 3]>, Option<&[Vec<f32>; 2]>),
+        stride: usize,
+        rows: Rows<'_>,
+        angles: Angles<'_>,
+        mixed: &Slice,
+        coded: Option<&CodedPlane>,
+    ) -> Result<Mixer, EngineError> {
+        let a = self.spec.attention;
+        let (heads, kv_heads) = (a.n_heads * a.head_dim, a.n_kv_heads * a.head_dim);
+        let (t, projected) = (self.tokens, self.planes.projected.clone());
+        let bias = bias.map(|bias| self.up.vector(&bias.concat())).transpose()?;
+        let norms = norm.map(|norm| self.up.vector(&norm.concat())).transpose()?;
+        let rope_input = RopeInput {
+            projections: Projected {
+                plane: &projected,
+                stride,
+                at: [0, heads, heads + kv_heads],
+                bias: bias.as_ref(),
+            },
+            norm: norms.as_ref().map(|weights| QkNorm {
+                weights,
+                eps: self.spec.rms_norm_eps,
+                whole: a.qk_norm_whole,
+            }),
+            angles,
+        };
+        let sinks = &self.weights.layers[layer].sinks;
+        let sinks = sinks.as_ref().map(|sinks| self.up.vector(sinks)).transpose()?;
+        let (queries, cache) = (&self.planes.queries, &self.kv[layer]);
+        let rope = RopeAppend::new(self.gpu, t, a.n_heads, self.kv_layout, rope_input, rows, queries, cache)?;
+        let attention = Attention::new(
+            self.gpu,
+            t,
+            self.kv_layout,
+            AttentionHeads {
+                n_heads: a.n_heads,
+                scale: (a.score_scale / (a.head_dim as f64).sqrt()) as f32,
+                sinks: sinks.as_ref(),
+            },
+            queries,
+            cache,
+            rows,
+            &self.planes.scratch,
+            AttentionOutputs { plane: coded.is_none().then_some(mixed), coded },
+            Some(rope_input),
+        )?;
+        Ok(Mixer::Heads { rope, attention })
     }
 
     /// Room for the hidden values of `pairs` pairs.
@@ -591,6 +616,10 @@ impl<'a> Builder<'a> {
     /// A resident SwiGLU: an expert that every token visits, alone in its slot.
     fn resident(&mut self, host: &Weights, ffn: &Ffn, normed: &Input) -> Result<Routed, EngineError> {
         let matrices = [&ffn.gate, &ffn.up, &ffn.down].map(|tensor| host.matrix(tensor));
+        if self.exact && matrices.iter().any(|m| m.tiles().is_some()) {
+            let what = "exact products of coded dense parts on a GPU (--device cpu can)".to_owned();
+            return Err(EngineError::Unsupported { what });
+        }
         let mut at = 0;
         let tensors = matrices.map(|m| {
             let offset = at;

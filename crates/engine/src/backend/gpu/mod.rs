@@ -11,6 +11,7 @@
 mod begun;
 mod build;
 mod flow;
+mod latent;
 mod measure;
 mod ops;
 mod plan;
@@ -37,7 +38,7 @@ use crate::forecast::DeviceRates;
 use crate::kv::{BlockCopy, KvCache};
 use crate::routes::Routes;
 use flow::{Flow, stamp};
-use ops::{Ends, Layer, LayerOps, RowBuffer};
+use ops::{Ends, Layer, LayerOps, Mixer, RowBuffer};
 pub(crate) use plan::{max_chunk, unsupported};
 use recorder::Recorder;
 use tier::{Admission, ExpertTier};
@@ -251,11 +252,15 @@ impl GpuBackend {
             }
         }
         let seen = ops.window.min(visible);
-        if tokens == 1 && ops.attention.turns(seen) {
-            ops.attention.record_turning(step, seen, visible);
-        } else {
-            ops.rope.record(step, tokens);
-            ops.attention.record(step, tokens, seen, visible);
+        match &ops.mixer {
+            Mixer::Heads { attention, .. } if tokens == 1 && attention.turns(seen) => {
+                attention.record_turning(step, seen, visible);
+            }
+            Mixer::Heads { rope, attention } => {
+                rope.record(step, tokens);
+                attention.record(step, tokens, seen, visible);
+            }
+            Mixer::Latent(latent) => latent.record(step, tokens, seen),
         }
         ops.o.iter().for_each(|product| product.record(step, tokens));
         if leaves {

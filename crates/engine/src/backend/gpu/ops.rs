@@ -5,6 +5,8 @@ use smoe_gpu::{
     MixNorm, NormMatmul, RopeAppend, Route, Slice, Step, WorkList,
 };
 
+use super::latent::Latent;
+
 /// A product with a matrix of the backbone.
 pub(super) enum Product {
     /// Codes by int8 activations.
@@ -117,6 +119,14 @@ pub(super) struct Lone {
     pub(super) enter_plain: NormMatmul,
 }
 
+/// What stands between the projections and the product of the outputs.
+pub(super) enum Mixer {
+    /// Attention over keys and values of heads of their own.
+    Heads { rope: RopeAppend, attention: Attention },
+    /// Attention over a latent.
+    Latent(Box<Latent>),
+}
+
 /// A layer, ready to be recorded.
 pub(super) struct Layer {
     /// Adds what the layer before left, and norms.
@@ -126,10 +136,9 @@ pub(super) struct Layer {
     pub(super) qkv: Vec<Product>,
     /// What `enter`, `enter_plain` and `qkv` do, of one token in a kernel; hidden states go where the router takes them from.
     pub(super) lone: Option<Lone>,
-    pub(super) rope: RopeAppend,
+    pub(super) mixer: Mixer,
     /// Positions that attention sees at most.
     pub(super) window: usize,
-    pub(super) attention: Attention,
     pub(super) o: Vec<Product>,
     /// Adds attention's output, and norms.
     pub(super) leave: MixNorm,

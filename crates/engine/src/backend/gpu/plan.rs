@@ -2,9 +2,10 @@
 
 use smoe_format::expert_file::LayerTable;
 use smoe_format::{FfnKind, ModelSpec};
-use smoe_gpu::DeviceFacts;
+use smoe_gpu::{AttentionScratch, DeviceFacts, KvFormat};
 use smoe_kernels::KvType;
 
+use super::latent;
 use crate::EngineError;
 use crate::backend::HEAD_ROWS;
 use crate::device::DevicePlan;
@@ -17,6 +18,8 @@ const DRIVER_SHARE: u64 = 16;
 const UNKNOWN_MEMORY: u64 = 4 << 30;
 /// Besides planes: attention's scratch, staging of uploads.
 const FIXED_BYTES: u64 = 192 << 20;
+/// Bytes for what the splits of attention come to; more where a token of the longest context needs more.
+pub(super) const ATTENTION_SCRATCH: u64 = 64 << 20;
 
 impl DevicePlan {
     /// Decides: backbone, cache and planes, and experts with what remains, in equal shares.
@@ -33,6 +36,16 @@ impl DevicePlan {
         limit: Option<u64>,
         most_slots: Option<usize>,
     ) -> Result<Self, EngineError> {
+        // Up to so many positions an indexer chooses all that there are, and is not asked.
+        if let Some(top_k) = spec.attention.indexer.map(|indexer| indexer.top_k).filter(|&n| plan.context > n)
+        {
+            let what = format!(
+                "a context of {} positions on a GPU: sparse attention has no kernels there beyond {top_k} \
+                 (--context {top_k}, or --device cpu)",
+                plan.context
+            );
+            return Err(EngineError::Unsupported { what });
+        }
         let memory = facts.memory.unwrap_or(UNKNOWN_MEMORY);
         let budget_bytes = limit.unwrap_or(memory - memory / DRIVER_SHARE);
         let kv_bytes = KvCache::windowed_bytes(spec, plan.kv, plan.kv_positions, plan.window_blocks);
@@ -90,9 +103,8 @@ impl DevicePlan {
 pub(crate) fn unsupported(spec: &ModelSpec, exact: bool, tables: &[LayerTable]) -> Option<&'static str> {
     let a = &spec.attention;
     let heads_fit = a.head_dim.is_multiple_of(4) && a.head_dim <= 256 && a.n_heads / a.n_kv_heads <= 16;
-    if a.latent.is_some() {
-        Some("latent attention")
-    } else if spec.delta.is_some() {
+    let heads_fit = a.latent.as_ref().map_or(heads_fit, |latent| latent::is_able(spec, latent) && !a.sinks);
+    if spec.delta.is_some() {
         Some("linear attention")
     } else if a.gate {
         Some("attention with a gate")
@@ -109,7 +121,7 @@ pub(crate) fn unsupported(spec: &ModelSpec, exact: bool, tables: &[LayerTable]) 
 
 /// The longest step whose planes a device can bind.
 pub(crate) fn max_chunk(facts: &DeviceFacts, spec: &ModelSpec) -> usize {
-    let row = 4 * spec.moe.top_k * spec.d_model.max(spec.moe.d_expert);
+    let row = 4 * (spec.moe.top_k * spec.d_model.max(spec.moe.d_expert)).max(Widths::of(spec).queries);
     (facts.max_binding.min(facts.max_buffer) as usize / row.max(1)).max(1)
 }
 
@@ -123,15 +135,47 @@ fn bias_bytes(spec: &ModelSpec) -> u64 {
 /// Bytes of a KV block of one layer.
 pub(super) fn layer_block_bytes(spec: &ModelSpec, kv: KvType) -> u64 {
     let a = &spec.attention;
-    (2 * a.n_kv_heads * BLOCK * kv.row_bytes(a.head_dim)) as u64
+    (a.kv_planes() * a.n_kv_heads * BLOCK * kv.row_bytes(a.key_dim())) as u64
+}
+
+/// How the device's kernels name it.
+pub(super) const fn kv_format(kv: KvType) -> KvFormat {
+    match kv {
+        KvType::F32 => KvFormat::F32,
+        KvType::F16 => KvFormat::F16,
+        KvType::Q8 => KvFormat::Q8,
+    }
+}
+
+/// Columns of a token in the planes that attention works on.
+pub(super) struct Widths {
+    /// What projections make of the hidden states.
+    pub(super) projected: usize,
+    /// Queries as they meet keys.
+    pub(super) queries: usize,
+    /// Outputs of the heads.
+    pub(super) outputs: usize,
+}
+
+impl Widths {
+    pub(super) fn of(spec: &ModelSpec) -> Self {
+        let a = &spec.attention;
+        let heads = a.n_heads * a.head_dim;
+        let projected = match a.latent {
+            Some(latent) if latent.q_rank > 0 => latent.q_rank + a.key_dim(),
+            Some(_) => heads + a.key_dim(),
+            None => heads + 2 * a.n_kv_heads * a.head_dim,
+        };
+        Self { projected, queries: a.n_heads * a.key_dim(), outputs: a.n_heads * a.value_dim() }
+    }
 }
 
 /// Planes of a step; an upper bound of what the backend claims.
 fn plane_bytes(spec: &ModelSpec, plan: &Plan) -> u64 {
     let (t, d) = (plan.chunk as u64, spec.d_model as u64);
     let a = &spec.attention;
-    let heads = (a.n_heads * a.head_dim) as u64;
-    let projections = heads + 2 * (a.n_kv_heads * a.head_dim) as u64;
+    let Widths { projected, queries, .. } = Widths::of(spec);
+    let attention = (projected + queries + latent::plane_floats(spec)) as u64;
     let pairs = t * spec.moe.top_k as u64;
     let width = spec
         .layers
@@ -143,11 +187,12 @@ fn plane_bytes(spec: &ModelSpec, plan: &Plan) -> u64 {
         .max()
         .unwrap_or(0);
     let moe_layers = spec.moe_layers().count() as u64;
-    let floats = t * (5 * d + projections + heads + 2 * width)
+    let floats = t * (5 * d + attention + 2 * width)
         + pairs * (d + 2 * spec.moe.d_expert as u64)
         + t * spec.moe.n_experts as u64 * (moe_layers + 1)
         + HEAD_ROWS as u64 * spec.vocab_size as u64
         + plan.context as u64 * a.head_dim as u64;
+    let scratch = AttentionScratch::least_bytes(a.n_heads, a.mixed_dim(), plan.context);
     // Half as much again for int8 forms.
-    floats * 4 * 3 / 2 + FIXED_BYTES
+    floats * 4 * 3 / 2 + FIXED_BYTES + scratch.saturating_sub(ATTENTION_SCRATCH)
 }
