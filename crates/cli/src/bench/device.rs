@@ -14,9 +14,10 @@ use smoe_engine::DeviceChoice;
 use smoe_format::spec::Activation;
 use smoe_format::{Encoding, LayerTable, Table, TensorEntry, Uniform, Zero};
 use smoe_gpu::{
-    Access, CodedMatmul, CodedPlane, Columns, CopyKernel, DeviceKind, Down, ExpertInput, ExpertLayout,
-    FloatMatmul, GateUp, Gpu, GpuError, Hidden, Links, Quantise, Shader, Slice, Software, Step, Weights,
-    WorkList,
+    Access, AttentionOutputs, AttentionScratch, CodedMatmul, CodedPlane, Columns, CopyKernel, DeviceKind,
+    Down, ExpertInput, ExpertLayout, FloatMatmul, GateUp, Gpu, GpuError, HeadMatmul, HeadPlane, Hidden,
+    KV_BLOCK, KvFormat, LatentAttention, LatentLayout, Links, Quantise, Rows, Shader, Slice, Software, Step,
+    Weights, WorkList,
 };
 
 use super::record::{Record, rounded};
@@ -187,6 +188,14 @@ impl Bench {
             self.coded("head 151936 x 4096 q8", (151_936 / scale, 4096 / scale), q(8), tokens)?;
             self.float("head 151936 x 4096 bf16", (151_936 / scale, 4096 / scale), tokens)?;
             self.float("router 128 x 4096 bf16", (128, 4096), tokens)?;
+        }
+        for (name, heads) in [("v2-lite", 16 / scale), ("v3", 128 / scale)] {
+            for (visible, tokens) in [(128, 1), (1024, 1), (8192, 1), (1024, 64)] {
+                self.latent(name, heads, visible / scale, usize::div_ceil(tokens, scale))?;
+            }
+            // Of a latent's matrices of heads, into it and out of it.
+            self.heads(name, heads, (512, 128), 1)?;
+            self.heads(name, heads, (128, 512), 1)?;
         }
         Ok(self.figures)
     }
@@ -376,6 +385,68 @@ impl Bench {
         let products = copies.iter().map(product).collect::<Result<Vec<_>, _>>()?;
         let seconds = self.time(&|step, i| products[i % products.len()].record(step, tokens))?;
         self.tell(what, tokens, seconds, bytes.len() as u64);
+        Ok(())
+    }
+
+    /// Attention of DeepSeek's shapes over latents in halves, of tokens that see as many positions: their rows count once for each
+    /// token.
+    fn latent(&mut self, name: &str, heads: usize, visible: usize, tokens: usize) -> Result<(), GpuError> {
+        let kv = LatentLayout { format: KvFormat::F16, kv_rank: 512, rope_dim: 64 };
+        let blocks = visible.div_ceil(KV_BLOCK);
+        let bytes = (blocks * kv.block_bytes()) as u64;
+        // Layers take turns, as in a model.
+        let caches = (0..(self.cold / bytes / 4).clamp(1, 61))
+            .map(|_| self.gpu.buffer("latents", bytes))
+            .collect::<Result<Vec<_>, _>>()?;
+        let upload = |words: &[u32]| -> Result<Slice, GpuError> {
+            let slice = self.gpu.buffer("rows", 4 * words.len() as u64)?;
+            self.gpu.write(&slice, 0, &words.iter().flat_map(|w| w.to_le_bytes()).collect::<Vec<_>>());
+            Ok(slice)
+        };
+        let row = [visible as u32 - 1, 0, 0, 0];
+        let (rows, tables) = (upload(&row.repeat(tokens))?, upload(&(0..blocks as u32).collect::<Vec<_>>())?);
+        let rows = Rows { rows: &rows, tables: &tables };
+        let queries = self.x(tokens, heads * kv.key_dim())?;
+        let scratch = AttentionScratch::new(&self.gpu, heads, kv.kv_rank, visible, 64 << 20)?;
+        let out = self.gpu.buffer("out", (4 * tokens * heads * kv.kv_rank) as u64)?;
+        let attention = |cache: &Slice| {
+            let outputs = AttentionOutputs { plane: Some(&out), coded: None };
+            let scale = 0.07;
+            LatentAttention::new(
+                &self.gpu, tokens, kv, heads, scale, &queries, cache, rows, &scratch, outputs,
+            )
+        };
+        let all = caches.iter().map(attention).collect::<Result<Vec<_>, _>>()?;
+        let seconds = self.time(&|step, i| all[i % all.len()].record(step, tokens, visible))?;
+        let what = format!("{name} latent attention, {heads} heads, {visible} positions");
+        self.tell(&what, tokens, seconds, (tokens * visible * kv.row_bytes()) as u64);
+        Ok(())
+    }
+
+    /// A matrix of each head.
+    fn heads(
+        &mut self,
+        name: &str,
+        heads: usize,
+        (rows, cols): (usize, usize),
+        tokens: usize,
+    ) -> Result<(), GpuError> {
+        let bytes = tensor(q(8), heads * rows, cols);
+        let copies = self.copies_of(&bytes)?;
+        let plane = HeadPlane::Coded(self.coded_x(tokens * heads, cols, 64)?);
+        let out = self.gpu.buffer("out", (4 * tokens * heads * rows) as u64)?;
+        let product = |slice: &Slice| {
+            let weights = Weights::new(slice.clone(), heads * rows, cols, q(8));
+            HeadMatmul::new(&self.gpu, &weights, heads, &plane, tokens, &out, rows)
+        };
+        let products = copies.iter().map(product).collect::<Result<Vec<_>, _>>()?;
+        let seconds = self.time(&|step, i| products[i % products.len()].record(step, tokens))?;
+        self.tell(
+            &format!("{name} {heads} heads of {rows} x {cols} q8"),
+            tokens,
+            seconds,
+            bytes.len() as u64,
+        );
         Ok(())
     }
 

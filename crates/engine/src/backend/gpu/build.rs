@@ -433,7 +433,7 @@ impl<'a> Builder<'a> {
         let coded = wanted.and_then(|u| mixed.coded.iter().find(|plane| plane.suits(u, weights.o.cols)));
         let mixer = match &weights.projections {
             Projections::Heads { bias, norm, .. } => {
-                self.heads(layer, (bias.as_ref(), norm.as_ref()), stride, rows, angles, &mixed.float, coded)?
+                self.heads(layer, bias.as_ref(), norm.as_ref(), stride, rows, angles, &mixed.float, coded)?
             }
             _ => Mixer::Latent(Box::new(self.latent(layer, stride, rows, angles, &mixed.float, coded)?)),
         };
@@ -537,7 +537,8 @@ impl<'a> Builder<'a> {
     fn heads(
         &mut self,
         layer: usize,
-        (bias, norm): (Option<&[Vec<f32>; 3]>, Option<&[Vec<f32>; 2]>),
+        bias: Option<&[Vec<f32>; 3]>,
+        norm: Option<&[Vec<f32>; 2]>,
         stride: usize,
         rows: Rows<'_>,
         angles: Angles<'_>,
@@ -583,7 +584,7 @@ impl<'a> Builder<'a> {
             AttentionOutputs { plane: coded.is_none().then_some(mixed), coded },
             Some(rope_input),
         )?;
-        Ok(Mixer::Heads { rope, attention })
+        Ok(Mixer::Heads { rope, attention: Box::new(attention) })
     }
 
     /// Room for the hidden values of `pairs` pairs.

@@ -122,7 +122,7 @@ pub(super) struct Lone {
 /// What stands between the projections and the product of the outputs.
 pub(super) enum Mixer {
     /// Attention over keys and values of heads of their own.
-    Heads { rope: RopeAppend, attention: Attention },
+    Heads { rope: RopeAppend, attention: Box<Attention> },
     /// Attention over a latent.
     Latent(Box<Latent>),
 }

@@ -39,11 +39,8 @@ impl DevicePlan {
         // Up to so many positions an indexer chooses all that there are, and is not asked.
         if let Some(top_k) = spec.attention.indexer.map(|indexer| indexer.top_k).filter(|&n| plan.context > n)
         {
-            let what = format!(
-                "a context of {} positions on a GPU: sparse attention has no kernels there beyond {top_k} \
-                 (--context {top_k}, or --device cpu)",
-                plan.context
-            );
+            let beyond = format!("sparse attention over more than {top_k} positions on a GPU");
+            let what = format!("{beyond} (--context {top_k} or --device cpu can)");
             return Err(EngineError::Unsupported { what });
         }
         let memory = facts.memory.unwrap_or(UNKNOWN_MEMORY);
