@@ -15,11 +15,12 @@ pub use block::{BLOCK_BYTES, BLOCK_STATES, BLOCK_STEPS, Block, SLACK, STEP_BYTES
 pub use table::{STATES, SYMBOLS, SymbolTable, TABLE_BYTES};
 
 use crate::encoding::{Encoding, Uniform};
-use crate::expert_file::{LayerTable, Projection, TENSOR_ALIGN};
+use crate::expert_file::{LayerTable, Projection, TENSOR_ALIGN, TensorEntry};
 use crate::tile::ROWS;
 use crate::wire::Put;
 use crate::{FormatError, RECORD_ALIGN};
 use block::HEAD_BYTES;
+use std::ops::Range;
 use table::Encoder;
 
 /// Bytes of a record before its first part: four words for each part, and zeros.
@@ -188,17 +189,70 @@ impl Tails {
     }
 }
 
-/// Decodes a record into a slot.
+/// The most parts of a record.
+pub const MAX_PARTS: usize = 9;
+/// Blocks of a part at least: what is decoded apart must be worth handing over.
+const PART_BLOCKS: usize = 2;
+
+/// A share of a record that is decoded by itself: some blocks of one tensor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Part {
+    projection: usize,
+    /// Tiles of codes that may be coded, and blocks of them; everything of a tensor that never is.
+    tiles: Range<usize>,
+    blocks: Range<usize>,
+    /// What it fills of the slot.
+    pub slot: Range<usize>,
+}
+
+/// Parts of this layer's records, 3 to [`MAX_PARTS`]: any order and any number of threads will do.
+#[must_use]
+pub fn n_parts(layer: &LayerTable) -> usize {
+    let blocks = layer.tensors.iter().map(|t| coded(t.encoding).map_or(0, |uniform| blocks(t, uniform)));
+    Projection::ALL.len() * per_tensor(blocks.max().unwrap_or(0))
+}
+
+const fn per_tensor(blocks: usize) -> usize {
+    match blocks / PART_BLOCKS {
+        0 => 1,
+        n if n > MAX_PARTS / 3 => MAX_PARTS / 3,
+        n => n,
+    }
+}
+
+const fn blocks(t: &TensorEntry, uniform: Uniform) -> usize {
+    (t.len / uniform.tile_bytes()).div_ceil(block_tiles(uniform))
+}
+
+/// The `i`-th part, ascending in the slot as the layer's tensors are.
 ///
-/// `raw` begins with the `len` bytes of the record on disk; what may stand behind them ([`SLACK`] bytes are enough)
-/// is for decoders that load ahead and has no influence on what is accepted. `slot` is at least as long as the
-/// layer's tensors; bytes that belong to none are not touched. `decode` decodes one block, as [`Block::decode`]
-/// does.
+/// # Panics
+/// If there are fewer.
+#[must_use]
+pub fn part(layer: &LayerTable, i: usize) -> Part {
+    let per_tensor = n_parts(layer) / Projection::ALL.len();
+    let (projection, i) = (i / per_tensor, i % per_tensor);
+    let t = &layer.tensors[projection];
+    let Some(uniform) = coded(t.encoding) else {
+        let end = if i == 0 { t.len } else { 0 };
+        return Part { projection, tiles: 0..0, blocks: 0..0, slot: t.offset..t.offset + end };
+    };
+    let all = blocks(t, uniform);
+    let blocks = all * i / per_tensor..all * (i + 1) / per_tensor;
+    let tiles = t.len / uniform.tile_bytes();
+    let tile = |block: usize| (block * block_tiles(uniform)).min(tiles);
+    let tiles = tile(blocks.start)..tile(blocks.end);
+    let byte = |tile: usize| t.offset + tile * uniform.tile_bytes();
+    Part { projection, slot: byte(tiles.start)..byte(tiles.end), tiles, blocks }
+}
+
+/// Decodes a record into a slot: all of its parts.
 ///
-/// Time and memory do not depend on what the bytes say.
+/// `slot` is at least as long as the layer's tensors; bytes that belong to none are not touched. Otherwise as
+/// [`decode_part`].
 ///
 /// # Errors
-/// [`FormatError::Coded`] if the record contradicts itself; the slot is then of no use.
+/// As [`decode_part`]; the slot is then of no use.
 ///
 /// # Panics
 /// If `slot` is shorter than the layer's tensors, or `raw` than `len`.
@@ -209,59 +263,136 @@ pub fn decode_record(
     slot: &mut [u8],
     mut decode: impl FnMut(&mut Block<'_>) -> bool,
 ) -> Result<(), FormatError> {
-    let record = &raw[..len];
-    for (p, (projection, t)) in Projection::ALL.into_iter().zip(&layer.tensors).enumerate() {
-        let bad = |what| FormatError::Coded { tensor: projection.name(), what };
-        let head = record.get(..RECORD_HEAD_BYTES).ok_or(bad("the record has no head"))?;
-        let word = |i: usize| word(&head[16 * p + 4 * i..]);
-        let form = Form::ALL.into_iter().find(|form| *form as usize == word(2) as usize);
-        let form = form.filter(|_| word(3) == 0).ok_or(bad("its form is not known"))?;
-        let (start, part_len) = (word(0) as usize, word(1) as usize);
-        let part = start.checked_add(part_len).and_then(|end| record.get(start..end));
-        let part = part.ok_or(bad("its part is not in the record"))?;
-        let tensor = &mut slot[t.offset..t.offset + t.len];
-        match (form, coded(t.encoding)) {
-            (Form::Plain, _) if part.len() == tensor.len() => tensor.copy_from_slice(part),
-            (Form::Plain, _) => return Err(bad("it is not as long as it has to be")),
-            (_, None) => return Err(bad("only 4-bit codes are coded")),
-            (_, Some(uniform)) => {
-                let ahead = &raw[start..];
-                let shared = form == Form::RowScales;
-                decode_tensor(part, ahead, uniform, uniform.groups(t.cols), shared, tensor, &mut decode)
-                    .map_err(bad)?;
-            }
-        }
-    }
-    Ok(())
+    (0..n_parts(layer)).try_for_each(|i| {
+        let part = part(layer, i);
+        decode_part(raw, len, layer, &part, &mut slot[part.slot.clone()], &mut decode)
+    })
 }
 
-/// `ahead` begins with `part` and goes on as far as there is something to read.
-fn decode_tensor(
-    part: &[u8],
-    ahead: &[u8],
+/// Decodes a part of a record into its share of a slot, `out`. A record is good if all of its parts are.
+///
+/// `raw` begins with the `len` bytes of the record on disk; what may stand behind them ([`SLACK`] bytes are enough)
+/// is for decoders that load ahead and has no influence on what is accepted. `decode` decodes one block, as
+/// [`Block::decode`] does.
+///
+/// Time and memory do not depend on what the bytes say.
+///
+/// # Errors
+/// [`FormatError::Coded`] if the record contradicts itself, as far as this part sees it.
+///
+/// # Panics
+/// If `out` is not as long as the part, or `raw` is shorter than `len`.
+pub fn decode_part(
+    raw: &[u8],
+    len: usize,
+    layer: &LayerTable,
+    part: &Part,
+    out: &mut [u8],
+    mut decode: impl FnMut(&mut Block<'_>) -> bool,
+) -> Result<(), FormatError> {
+    assert_eq!(out.len(), part.slot.len(), "a part fills what is its own");
+    let (p, t) = (part.projection, &layer.tensors[part.projection]);
+    let bad = |what| FormatError::Coded { tensor: Projection::ALL[p].name(), what };
+    let record = &raw[..len];
+    let head = record.get(..RECORD_HEAD_BYTES).ok_or(bad("the record has no head"))?;
+    let word = |i: usize| word(&head[16 * p + 4 * i..]);
+    let form = Form::ALL.into_iter().find(|form| *form as usize == word(2) as usize);
+    let form = form.filter(|_| word(3) == 0).ok_or(bad("its form is not known"))?;
+    let (start, bytes) = (word(0) as usize, word(1) as usize);
+    let bytes = start.checked_add(bytes).and_then(|end| record.get(start..end));
+    let bytes = bytes.ok_or(bad("its part is not in the record"))?;
+    match (form, coded(t.encoding)) {
+        (Form::Plain, _) if bytes.len() == t.len => {
+            let own = part.slot.start - t.offset..part.slot.end - t.offset;
+            out.copy_from_slice(&bytes[own]);
+            Ok(())
+        }
+        (Form::Plain, _) => Err(bad("it is not as long as it has to be")),
+        (_, None) => Err(bad("only 4-bit codes are coded")),
+        (_, Some(uniform)) => {
+            let tensor = Coded { bytes, ahead: &raw[start..], uniform, shared: form == Form::RowScales };
+            tensor.decode(t, part, out, &mut decode).map_err(bad)
+        }
+    }
+}
+
+/// A tensor that is coded.
+struct Coded<'a> {
+    bytes: &'a [u8],
+    /// Begins with `bytes` and goes on as far as there is something to read.
+    ahead: &'a [u8],
     uniform: Uniform,
-    groups: usize,
+    /// Whether the tiles of 32 rows share what follows their codes.
     shared: bool,
-    tensor: &mut [u8],
-    decode: &mut impl FnMut(&mut Block<'_>) -> bool,
-) -> Result<(), &'static str> {
-    const SHORT: &str = "its part is too short";
-    let (tile_bytes, code_bytes) = (uniform.tile_bytes(), uniform.code_bytes());
-    let tail_bytes = tile_bytes - code_bytes;
-    let tiles = tensor.len() / tile_bytes;
-    let tails = if shared { tiles.checked_div(groups).unwrap_or(0) } else { tiles };
-    let (table, rest) = part.split_first_chunk::<TABLE_BYTES>().ok_or(SHORT)?;
-    let table = SymbolTable::from_bytes(table);
-    let (tails, rest) = rest.split_at_checked(tails * tail_bytes).ok_or(SHORT)?;
-    let per_block = block_tiles(uniform);
-    let (index, mut rest) = rest.split_at_checked(tiles.div_ceil(per_block) * INDEX_BYTES).ok_or(SHORT)?;
-    let blocks = index.chunks_exact(INDEX_BYTES).zip(tensor.chunks_mut(per_block * tile_bytes));
-    for (b, (entry, tiles)) in blocks.enumerate() {
-        let (len, patches) = (word(entry) as usize, word(&entry[4..]) as usize);
+}
+
+impl Coded<'_> {
+    fn decode(
+        &self,
+        t: &TensorEntry,
+        part: &Part,
+        out: &mut [u8],
+        decode: &mut impl FnMut(&mut Block<'_>) -> bool,
+    ) -> Result<(), &'static str> {
+        const SHORT: &str = "its part is too short";
+        let (uniform, groups) = (self.uniform, self.uniform.groups(t.cols));
+        let (tile_bytes, code_bytes) = (uniform.tile_bytes(), uniform.code_bytes());
+        let tail_bytes = tile_bytes - code_bytes;
+        let tiles = t.len / tile_bytes;
+        let tails = if self.shared { tiles.checked_div(groups).unwrap_or(0) } else { tiles };
+        let (table, rest) = self.bytes.split_first_chunk::<TABLE_BYTES>().ok_or(SHORT)?;
+        let table = SymbolTable::from_bytes(table);
+        let (tails, rest) = rest.split_at_checked(tails * tail_bytes).ok_or(SHORT)?;
+        let per_block = block_tiles(uniform);
+        let (index, mut rest) = rest.split_at_checked(blocks(t, uniform) * INDEX_BYTES).ok_or(SHORT)?;
+        let mut own = out.chunks_mut(per_block * tile_bytes);
+        for (b, entry) in index.chunks_exact(INDEX_BYTES).enumerate() {
+            let (len, patches) = (word(entry) as usize, word(&entry[4..]) as usize);
+            let (block, after) = rest.split_at_checked(len).ok_or(SHORT)?;
+            let at = self.bytes.len() - rest.len();
+            rest = after;
+            if !part.blocks.contains(&b) {
+                continue;
+            }
+            let tiles = own.next().ok_or(SHORT)?;
+            let patches = self.block(&table, block, &self.ahead[at..], patches, tiles, decode)?;
+            for (i, tile) in tiles.chunks_exact_mut(tile_bytes).enumerate() {
+                let number = b * per_block + i;
+                let number = if self.shared { number / groups } else { number };
+                tile[code_bytes..].copy_from_slice(&tails[number * tail_bytes..][..tail_bytes]);
+            }
+            patch(tiles, tile_bytes, code_bytes, patches)?;
+        }
+        let (exceptions, left) = rest.as_chunks::<EXCEPTION_BYTES>();
+        if !left.is_empty() || !(self.shared || exceptions.is_empty()) {
+            return Err("its part is too long");
+        }
+        for exception in exceptions {
+            let place = word(exception) as usize;
+            let number = place / (tail_bytes / 2);
+            if number >= tiles {
+                return Err("an exception is of no tile");
+            }
+            if part.tiles.contains(&number) {
+                let tile = &mut out[(number - part.tiles.start) * tile_bytes..][..tile_bytes];
+                tile[code_bytes + place % (tail_bytes / 2) * 2..][..2].copy_from_slice(&exception[4..]);
+            }
+        }
+        Ok(())
+    }
+
+    /// Decodes the codes of a block, which `ahead` begins with, and gives its patches.
+    fn block<'b>(
+        &self,
+        table: &SymbolTable,
+        block: &'b [u8],
+        ahead: &[u8],
+        patches: usize,
+        tiles: &mut [u8],
+        decode: &mut impl FnMut(&mut Block<'_>) -> bool,
+    ) -> Result<&'b [u8], &'static str> {
+        const SHORT: &str = "its part is too short";
         let patch_bytes = patches.checked_mul(PATCH_BYTES).ok_or("a block has more patches than codes")?;
-        let (block, after) = rest.split_at_checked(len).ok_or(SHORT)?;
-        let at = part.len() - rest.len();
-        rest = after;
         let (lens, bytes) = block.split_first_chunk::<{ 2 * STREAMS }>().ok_or(SHORT)?;
         let (states, bytes) = bytes.split_first_chunk::<BLOCK_STATES>().ok_or(SHORT)?;
         let streams = bytes.len().checked_sub(patch_bytes).ok_or("a block is shorter than its patches")?;
@@ -276,45 +407,28 @@ fn decode_tensor(
         if states.iter().any(|&state| usize::from(state) >= STATES) {
             return Err("a block begins in a state that there is not");
         }
-        let mut job = Block {
-            table: &table,
-            bytes: &ahead[at + HEAD_BYTES..],
-            ends,
-            states,
-            tiles,
-            tile_bytes,
-            code_bytes,
-        };
+        let (tile_bytes, code_bytes) = (self.uniform.tile_bytes(), self.uniform.code_bytes());
+        let bytes_ahead = &ahead[HEAD_BYTES..];
+        let mut job = Block { table, bytes: bytes_ahead, ends, states, tiles, tile_bytes, code_bytes };
         if !decode(&mut job) {
             return Err("a stream of a block does not end where it should");
         }
-        let tiles = job.tiles;
-        for (i, tile) in tiles.chunks_exact_mut(tile_bytes).enumerate() {
-            let number = b * per_block + i;
-            let number = if shared { number / groups } else { number };
-            tile[code_bytes..].copy_from_slice(&tails[number * tail_bytes..][..tail_bytes]);
-        }
-        let codes = 2 * code_bytes * (tiles.len() / tile_bytes);
-        for patch in bytes[streams..].chunks_exact(PATCH_BYTES) {
-            let patch = u32::from_le_bytes([patch[0], patch[1], patch[2], 0]);
-            let (place, code) = ((patch & 0x3_ffff) as usize, (patch >> 18) as u8);
-            if place >= codes || code > 15 {
-                return Err("a patch of a block is not one of its codes");
-            }
-            let (byte, shift) = (place / 2, 4 * (place % 2));
-            let byte = &mut tiles[byte / code_bytes * tile_bytes + byte % code_bytes];
-            *byte = *byte & !(15 << shift) | code << shift;
-        }
+        Ok(&bytes[streams..])
     }
-    let (exceptions, left) = rest.as_chunks::<EXCEPTION_BYTES>();
-    if !left.is_empty() || !(shared || exceptions.is_empty()) {
-        return Err("its part is too long");
-    }
-    for exception in exceptions {
-        let place = word(exception) as usize;
-        let tile = tensor.chunks_exact_mut(tile_bytes).nth(place / (tail_bytes / 2));
-        let tile = tile.ok_or("an exception is of no tile")?;
-        tile[code_bytes + place % (tail_bytes / 2) * 2..][..2].copy_from_slice(&exception[4..]);
+}
+
+/// Writes rare codes over what stands for them in a block.
+fn patch(tiles: &mut [u8], tile_bytes: usize, code_bytes: usize, patches: &[u8]) -> Result<(), &'static str> {
+    let codes = 2 * code_bytes * (tiles.len() / tile_bytes);
+    for patch in patches.chunks_exact(PATCH_BYTES) {
+        let patch = u32::from_le_bytes([patch[0], patch[1], patch[2], 0]);
+        let (place, code) = ((patch & 0x3_ffff) as usize, (patch >> 18) as u8);
+        if place >= codes || code > 15 {
+            return Err("a patch of a block is not one of its codes");
+        }
+        let (byte, shift) = (place / 2, 4 * (place % 2));
+        let byte = &mut tiles[byte / code_bytes * tile_bytes + byte % code_bytes];
+        *byte = *byte & !(15 << shift) | code << shift;
     }
     Ok(())
 }

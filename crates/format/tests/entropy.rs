@@ -134,6 +134,37 @@ fn layers() -> impl Strategy<Value = LayerTable> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
+    /// Parts cover the tensors, each byte once, and any order of them gives the record or its refusal.
+    #[test]
+    fn parts_are_the_record_in_any_order(
+        layer in layers(),
+        seed in 1u64..,
+        damage in prop::option::of((any::<prop::sample::Index>(), any::<u8>())),
+        order in any::<prop::sample::Index>(),
+    ) {
+        let mut raw = encoded(&record(&layer, 2.0, seed % 2 == 0, &mut Random(seed)), &layer);
+        if let Some((at, value)) = damage {
+            let at = at.index(raw.len());
+            raw[at] = value;
+        }
+        let (len, n) = (raw.len(), entropy::n_parts(&layer));
+        prop_assert!((3..=entropy::MAX_PARTS).contains(&n) && n % 3 == 0);
+        let (mut slot, mut covered) = (vec![0; layer.record_len], 0);
+        let first = order.index(n);
+        let mut good = true;
+        for i in (first..n).chain(0..first) {
+            let part = entropy::part(&layer, i);
+            covered += part.slot.len();
+            prop_assert!(i == 0 || entropy::part(&layer, i - 1).slot.end <= part.slot.start);
+            let out = &mut slot[part.slot.clone()];
+            good &= entropy::decode_part(&raw, len, &layer, &part, out, by_definition).is_ok();
+        }
+        prop_assert_eq!(covered, layer.tensors.iter().map(|t| t.len).sum::<usize>());
+        let whole = decoded(&raw, len, &layer);
+        prop_assert_eq!(good, whole.is_ok());
+        prop_assert!(whole.is_err() || whole.is_ok_and(|whole| whole == slot));
+    }
+
     #[test]
     fn a_record_comes_back_to_the_bit(
         layer in layers(),

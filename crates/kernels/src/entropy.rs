@@ -10,7 +10,7 @@ mod neon;
 
 use std::fmt;
 
-use smoe_format::entropy::{Block, decode_record};
+use smoe_format::entropy::{Block, Part, decode_part, decode_record};
 use smoe_format::{FormatError, LayerTable};
 
 use crate::{Isa, Kernels};
@@ -59,6 +59,24 @@ impl EntropyDecoder {
         slot: &mut [u8],
     ) -> Result<(), FormatError> {
         decode_record(raw, len, layer, slot, |block| self.block(block))
+    }
+
+    /// Decodes a part of a record into its share of a slot; see [`decode_part`].
+    ///
+    /// # Errors
+    /// If the record contradicts itself.
+    ///
+    /// # Panics
+    /// As [`decode_part`].
+    pub fn decode_part(
+        self,
+        raw: &[u8],
+        len: usize,
+        layer: &LayerTable,
+        part: &Part,
+        out: &mut [u8],
+    ) -> Result<(), FormatError> {
+        decode_part(raw, len, layer, part, out, |block| self.block(block))
     }
 
     /// Decodes a block; see [`Block::decode`].

@@ -10,6 +10,7 @@ use crate::aligned::{Mapping, OutOfMemory, PAGE};
 use crate::slot::{Slot, SlotState};
 use std::fmt;
 use std::io;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// The memory of all slots. For devices that wrap host memory without copying: one region, fixed for life.
@@ -99,6 +100,19 @@ impl LoadPermit {
         // Loading, so no other permit for it exists; a lease exists only in state Ready, and `evict` acquired
         // all that lessees did. `&mut self` makes this the only borrow from this permit.
         unsafe { std::slice::from_raw_parts_mut(self.arena.slot_ptr(self.slot), self.arena.stride) }
+    }
+
+    /// A range of the slot's bytes.
+    ///
+    /// # Safety
+    /// No other borrow of any of these bytes lives: those who share a permit have ranges of their own.
+    #[allow(clippy::mut_from_ref, reason = "as of any cell; see Safety")]
+    pub(crate) unsafe fn range_mut(&self, range: Range<usize>) -> &mut [u8] {
+        assert!(range.start <= range.end && range.end <= self.arena.stride, "not a range of a slot");
+        // SAFETY: as in `bytes_mut`, save that the caller promises what `&mut self` does there.
+        unsafe {
+            std::slice::from_raw_parts_mut(self.arena.slot_ptr(self.slot).add(range.start), range.len())
+        }
     }
 
     /// Gives the slot's pages back to the system. The slot's bytes are unspecified afterwards.

@@ -1,15 +1,16 @@
-//! What a reader thread does: read, verify, decode, publish, report.
+//! What a reader thread does: read, verify, publish, report; or read, and verify and decode what it or another has read.
 //!
 //! A load ends in exactly one report, whatever happens in between: errors are values, and a panic of a disk
 //! or a decoder is caught and becomes one.
 
-use crate::aligned::AlignedBuf;
 use crate::arena::LoadPermit;
 use crate::disk::{Disk, DiskError};
 use crate::error::StoreError;
-use crate::exchange::{Exchange, Lane};
+use crate::exchange::{Ended, Exchange, Lane, Task};
+use crate::staging::{Cuts, Job, Staging};
 use crate::{Record, RecordDecoder};
-use smoe_format::record_crc;
+use smoe_format::crc::crc32c;
+use smoe_format::{record_crc, record_crc_start};
 use smoe_meter::StoreMeter;
 use std::any::Any;
 use std::io::IoSliceMut;
@@ -41,49 +42,149 @@ pub(crate) struct Reading {
     pub(crate) decoder: Option<Arc<dyn RecordDecoder>>,
     pub(crate) verify: bool,
     pub(crate) meter: Arc<StoreMeter>,
-    pub(crate) exchange: Arc<Exchange<Load, Done>>,
+    pub(crate) exchange: Arc<Queues>,
 }
 
-/// One reader.
-pub(crate) struct Reader {
-    pub(crate) reading: Reading,
-    /// Where records land before they are decoded; empty without a decoder.
-    pub(crate) staging: AlignedBuf,
-}
-
-impl Reader {
-    /// Works until the exchange closes.
-    pub(crate) fn run(self) {
-        let Self { reading, mut staging } = self;
-        let mut loads = Vec::with_capacity(RUN_RECORDS);
-        let mut ended = None;
-        while let Some(lane) = reading.exchange.take_work(ended, &mut loads) {
-            if loads.len() == 1 {
-                loads.drain(..).for_each(|load| reading.load(load, lane, &mut staging));
-            } else {
-                reading.sweep(&mut loads, lane, &mut staging);
-            }
-            ended = Some(lane);
-        }
-    }
-}
+/// The queues, with the buffers where records land before they are decoded; empty ones without a decoder.
+pub(crate) type Queues = Exchange<Load, Arc<Staging>, Done>;
 
 impl Reading {
-    fn load(&self, mut load: Load, lane: Lane, staging: &mut [u8]) {
+    /// Works until the exchange closes: what a reader thread does.
+    pub(crate) fn run(&self) {
+        let mut loads = Vec::with_capacity(RUN_RECORDS);
+        let mut ended = None;
+        while let Some(task) = self.exchange.take_work(ended, &mut loads) {
+            ended = Some(match (task, self.decoder.as_deref()) {
+                (Task::Read(lane, staging), None) => {
+                    if loads.len() == 1 {
+                        loads.drain(..).for_each(|load| self.load(load, lane));
+                    } else {
+                        self.sweep(&mut loads, lane);
+                    }
+                    Ended::Read(lane, staging)
+                }
+                (Task::Read(lane, staging), Some(decoder)) => self.land(&mut loads, lane, staging, decoder),
+                (Task::Decode(staging, part), decoder) => {
+                    let is_last = self.decode(&staging, part, decoder);
+                    Ended::Decoded(is_last.then_some(staging))
+                }
+            });
+        }
+    }
+
+    /// Reads a record into its slot.
+    fn load(&self, mut load: Load, lane: Lane) {
         let record = self.records[load.record as usize];
-        let slot = load.permit.bytes_mut();
-        let outcome = self.guarded(record, || self.fill(record, staging, slot));
+        let raw = &mut load.permit.bytes_mut()[..record.len as usize];
+        let outcome = self.guarded(record, || {
+            self.read(record, raw)?;
+            self.check(record, raw)
+        });
         self.settle(load, lane, outcome);
+    }
+
+    /// Reads a record that is to be decoded.
+    fn land(
+        &self,
+        loads: &mut Vec<Load>,
+        lane: Lane,
+        staging: Arc<Staging>,
+        decoder: &dyn RecordDecoder,
+    ) -> Ended<Arc<Staging>> {
+        debug_assert!(loads.len() <= 1, "a decoder works record by record");
+        let Some(load) = loads.pop() else { return Ended::Read(lane, staging) };
+        let record = self.records[load.record as usize];
+        // SAFETY: the exchange gave it to read into.
+        let inner = unsafe { staging.alone() };
+        let mut cuts = None;
+        let read = self.guarded(record, || {
+            self.read(record, &mut inner.raw[..record.len as usize])?;
+            let parts = decoder.parts(record.key);
+            cuts = Some(Cuts::new(record.slot_len as usize, parts, |part| decoder.start(record.key, part)));
+            Ok(())
+        });
+        match (read, cuts) {
+            (Ok(()), Some(cuts)) => {
+                inner.job = Some(Job { load, lane, cuts });
+                staging.begin(cuts.parts);
+                Ended::Landed(lane, staging, cuts.parts)
+            }
+            (outcome, _) => {
+                self.settle(load, lane, outcome);
+                Ended::Read(lane, staging)
+            }
+        }
+    }
+
+    /// Decodes a part of a record; true if it was the last, and then the record is settled.
+    fn decode(&self, staging: &Staging, part: usize, decoder: Option<&dyn RecordDecoder>) -> bool {
+        {
+            // SAFETY: the exchange gave this part of it, which is ended below.
+            let inner = unsafe { staging.shared() };
+            if let (Some(job), Some(decoder)) = (&inner.job, decoder) {
+                let record = self.records[job.load.record as usize];
+                let decoded = self
+                    .guarded(record, || self.decode_part(record, job, &inner.raw, staging, part, decoder));
+                if let Err(error) = decoded {
+                    staging.fail(part, error);
+                }
+            }
+        }
+        let is_last = staging.end_part();
+        if is_last {
+            // SAFETY: it was the last part.
+            let job = unsafe { staging.alone() }.job.take();
+            if let Some(job) = job {
+                let record = self.records[job.load.record as usize];
+                let verified = self.verified(record, || {
+                    staging.sum(&job.cuts, record.len as usize, record_crc_start(record.key))
+                });
+                // A decoder that was given other bytes than were written says nothing of worth.
+                let outcome = verified.and(staging.take_failure().map_or(Ok(()), Err));
+                if let Err(StoreError::Decode { .. }) = outcome {
+                    self.meter.decode_errors.add(1);
+                }
+                self.settle(job.load, job.lane, outcome);
+            }
+        }
+        is_last
+    }
+
+    fn decode_part(
+        &self,
+        record: Record,
+        job: &Job,
+        raw: &[u8],
+        staging: &Staging,
+        part: usize,
+        decoder: &dyn RecordDecoder,
+    ) -> Result<(), StoreError> {
+        let len = record.len as usize;
+        if self.verify && record.crc32c.is_some() {
+            let start = Instant::now();
+            staging.set_sum(part, crc32c(&raw[job.cuts.checked(part, len)]));
+            self.meter.check_ns.add_time(start.elapsed());
+        }
+        let start = Instant::now();
+        // SAFETY: no two parts have a byte in common, and each is given to one reader.
+        let out = unsafe { job.load.permit.range_mut(job.cuts.slot(part)) };
+        let decoded = decoder.decode(record.key, &raw[..len + decoder.slack()], part, out);
+        self.meter.decode_ns.add_time(start.elapsed());
+        self.meter.decoded_bytes.add(out.len() as u64);
+        decoded.map_err(|why| {
+            let (file, offset, key) = self.whereabouts(record);
+            StoreError::Decode { file, offset, key, why }
+        })
     }
 
     /// One read for records that lie one after another on disk; record by record if that fails, so that each
     /// demander gets its own error. Without a decoder only.
-    fn sweep(&self, loads: &mut Vec<Load>, lane: Lane, staging: &mut [u8]) {
+    fn sweep(&self, loads: &mut Vec<Load>, lane: Lane) {
         let Some(first) = loads.first().map(|load| self.records[load.record as usize]) else { return };
         let swept = self.guarded(first, || self.read_run(first, loads));
         for mut load in loads.drain(..) {
             if swept.is_err() {
-                self.load(load, lane, staging);
+                self.load(load, lane);
                 continue;
             }
             let record = self.records[load.record as usize];
@@ -91,26 +192,6 @@ impl Reading {
             let outcome = self.guarded(record, || self.check(record, raw));
             self.settle(load, lane, outcome);
         }
-    }
-
-    /// Reads one record into its slot, by way of `staging` if it is decoded.
-    fn fill(&self, record: Record, staging: &mut [u8], slot: &mut [u8]) -> Result<(), StoreError> {
-        let len = record.len as usize;
-        let Some(decoder) = &self.decoder else {
-            self.read(record, &mut slot[..len])?;
-            return self.check(record, &slot[..len]);
-        };
-        self.read(record, &mut staging[..len])?;
-        self.check(record, &staging[..len])?;
-        let (start, slot) = (Instant::now(), &mut slot[..record.slot_len as usize]);
-        let decoded = decoder.decode(record.key, &staging[..len + decoder.slack()], slot);
-        self.meter.decode_ns.add_time(start.elapsed());
-        self.meter.decoded_bytes.add(slot.len() as u64);
-        decoded.map_err(|why| {
-            self.meter.decode_errors.add(1);
-            let (file, offset, key) = self.whereabouts(record);
-            StoreError::Decode { file, offset, key, why }
-        })
     }
 
     fn read(&self, record: Record, raw: &mut [u8]) -> Result<(), StoreError> {
@@ -156,10 +237,18 @@ impl Reading {
     }
 
     fn check(&self, record: Record, raw: &[u8]) -> Result<(), StoreError> {
+        self.verified(record, || {
+            let start = Instant::now();
+            let found = record_crc(record.key, raw);
+            self.meter.check_ns.add_time(start.elapsed());
+            found
+        })
+    }
+
+    /// Compares the checksum, if the record has one and that is wanted.
+    fn verified(&self, record: Record, found: impl FnOnce() -> u32) -> Result<(), StoreError> {
         let Some(expected) = record.crc32c.filter(|_| self.verify) else { return Ok(()) };
-        let start = Instant::now();
-        let found = record_crc(record.key, raw);
-        self.meter.check_ns.add_time(start.elapsed());
+        let found = found();
         if found == expected {
             return Ok(());
         }

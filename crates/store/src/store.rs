@@ -9,14 +9,16 @@ use crate::arena::{Arena, LoadPermit};
 use crate::demand::Batch;
 use crate::disk::Disk;
 use crate::error::StoreError;
-use crate::exchange::{Exchange, Lane, Piece};
+use crate::exchange::{Bounds, Decoding, Exchange, Lane, Piece};
 use crate::key_table::{KeyTable, KeyTableError};
 use crate::policy::PolicyKind;
-use crate::reader::{Done, Load, RUN_RECORDS, Reader, Reading};
+use crate::reader::{Done, Load, Queues, RUN_RECORDS, Reading};
 use crate::residency::Residency;
+use crate::staging::Staging;
 use crate::{ExpertKey, Record, RecordDecoder};
 use smoe_meter::StoreMeter;
 use std::fmt;
+use std::num::NonZero;
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::Instant;
@@ -64,6 +66,23 @@ impl StoreConfig {
 /// Records of this size and more are read one by one: they saturate a drive as they are, and the owner has the
 /// first of them sooner.
 const LARGE_RECORD: u32 = 2 << 20;
+
+/// Bytes of demanded reads that are under way at once where they are decoded; enough for a drive, and what lands last
+/// is decoded while it idles: EXP-STORE-17.
+const DECODED_AT_ONCE: u64 = 3 << 20;
+
+/// Demanded reads of `longest` bytes, or less, that are under way at once where they are decoded: two at least.
+#[must_use]
+pub fn decoded_at_once(longest: u64) -> usize {
+    (DECODED_AT_ONCE.div_ceil(longest.max(1)) as usize).max(2)
+}
+
+/// The bytes of the buffers in which so many readers' records, `longest` bytes with all that is wanted behind, land
+/// before they are decoded.
+#[must_use]
+pub fn staging_bytes(readers: usize, longest: u64) -> u64 {
+    AlignedBuf::side_by_side_bytes(readers, longest as usize).map_or(u64::MAX, |bytes| bytes as u64)
+}
 
 /// A bounded cache of experts over a disk.
 pub struct Store {
@@ -123,13 +142,19 @@ impl Store {
         let low_running = config.low_running.unwrap_or(config.readers / 2).max(1);
         let records: Arc<[Record]> = records.into();
         let has_decoder = decoder.is_some();
+        let longest = records.iter().map(|record| record.len).max().unwrap_or(0);
+        let decoding = has_decoder.then(|| Decoding {
+            reads: decoded_at_once(u64::from(longest)),
+            decoders: thread::available_parallelism().map_or(1, NonZero::get),
+        });
+        let buffers = buffers(longest as usize, config.readers, decoder.as_deref())?;
         let reading = Reading {
             disk: disk.clone(),
             records: records.clone(),
             decoder,
             verify: config.verify,
             meter: meter.clone(),
-            exchange: Arc::new(Exchange::new(slots, low_running)),
+            exchange: Arc::new(Exchange::new(slots, buffers, Bounds { low_running, decoding })),
         };
         let readers = Readers::start(&reading, config.readers)?;
         let (outbox, inbox) = (Vec::with_capacity(slots), Vec::with_capacity(slots));
@@ -368,22 +393,18 @@ impl fmt::Debug for Store {
 
 /// The reader threads, joined on drop.
 pub(crate) struct Readers {
-    pub(crate) exchange: Arc<Exchange<Load, Done>>,
+    pub(crate) exchange: Arc<Queues>,
     threads: Vec<JoinHandle<()>>,
 }
 
 impl Readers {
     fn start(reading: &Reading, count: usize) -> Result<Self, StoreError> {
-        let longest = reading.records.iter().map(|record| record.len).max().unwrap_or(0);
-        let staging_bytes = reading.decoder.as_ref().map_or(0, |decoder| longest as usize + decoder.slack());
         // Made first, so that the threads that did start are joined if a later one does not.
         let mut readers = Self { exchange: reading.exchange.clone(), threads: Vec::with_capacity(count) };
-        // In huge pages if they are enough together: a drive's reads gain as much from them as into slots.
-        let staging = AlignedBuf::zeroed_side_by_side(count, staging_bytes)?;
-        for (number, staging) in staging.into_iter().enumerate() {
-            let reader = Reader { reading: reading.clone(), staging };
+        for number in 0..count {
+            let reading = reading.clone();
             let thread = thread::Builder::new().name(format!("smoe-reader-{number}"));
-            readers.threads.push(thread.spawn(move || reader.run()).map_err(StoreError::Spawn)?);
+            readers.threads.push(thread.spawn(move || reading.run()).map_err(StoreError::Spawn)?);
         }
         Ok(readers)
     }
@@ -397,6 +418,18 @@ impl Drop for Readers {
             let _ = thread.join();
         }
     }
+}
+
+/// Where records land before they are decoded, one for each reader; empty without a decoder.
+fn buffers(
+    longest: usize,
+    readers: usize,
+    decoder: Option<&dyn RecordDecoder>,
+) -> Result<Vec<Arc<Staging>>, StoreError> {
+    let bytes = decoder.map_or(0, |decoder| longest + decoder.slack());
+    // In huge pages if they are enough together: a drive's reads gain as much from them as into slots.
+    let buffers = AlignedBuf::zeroed_side_by_side(readers, bytes)?;
+    Ok(buffers.into_iter().map(|raw| Arc::new(Staging::new(raw))).collect())
 }
 
 fn bad_record(disk: &dyn Disk, record: &Record, why: &'static str) -> StoreError {

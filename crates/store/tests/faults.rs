@@ -346,7 +346,7 @@ impl RecordDecoder for Adder {
         100
     }
 
-    fn decode(&self, key: ExpertKey, raw: &[u8], slot: &mut [u8]) -> Result<(), String> {
+    fn decode(&self, key: ExpertKey, raw: &[u8], _: usize, slot: &mut [u8]) -> Result<(), String> {
         match key.expert {
             2 => return Err("symbol table is empty".into()),
             3 => panic!("index out of range"),
@@ -384,6 +384,83 @@ fn decoders_fill_slots_and_their_errors_arrive() {
         let counted = store.meter().snapshot();
         assert_eq!(counted.decode_errors, 2);
         assert!(counted.decoded_bytes > 0 && counted.decode_bytes_per_s().is_some());
+    });
+}
+
+/// Adds its part's number to each byte, in parts of unequal length; of one expert it refuses the third part and the
+/// sixth, and panics at the fifth.
+struct Parts;
+
+impl RecordDecoder for Parts {
+    fn parts(&self, _: ExpertKey) -> usize {
+        7
+    }
+
+    fn start(&self, _: ExpertKey, part: usize) -> usize {
+        [0, 0, 100, 101, 300, 300, 301][part]
+    }
+
+    fn decode(&self, key: ExpertKey, raw: &[u8], part: usize, out: &mut [u8]) -> Result<(), String> {
+        match (key.expert, part) {
+            (3, 2) => return Err("the third".into()),
+            (3, 4) => panic!("the fifth"),
+            (3, 5) => return Err("the sixth".into()),
+            _ => (),
+        }
+        let starts: Vec<usize> = (0..7).map(|part| self.start(key, part)).collect();
+        for (out, raw) in out.iter_mut().zip(&raw[starts[part]..]) {
+            *out = raw.wrapping_add(part as u8);
+        }
+        Ok(())
+    }
+}
+
+#[test]
+fn parts_are_decoded_by_any_reader_and_fail_as_one() {
+    within_a_minute(|| {
+        let vault = Vault::new(2, 6, 512);
+        let disk = faulty(&vault);
+        let mut store = vault.open_decoded(disk.clone(), 4, Arc::new(Parts));
+        for round in 0..50 {
+            let experts = [[0, 1, 2, 4], [5, 4, 1, 0]][round % 2];
+            let leases =
+                demand_all(&mut store, &experts.map(|expert| key(round as u32 / 2 % 2, expert))).unwrap();
+            for lease in leases {
+                let raw = vault.raw(lease.key());
+                for (at, got) in lease.bytes().iter().enumerate() {
+                    let part = [0, 100, 101, 300, 301].iter().rposition(|&start| start <= at).unwrap();
+                    let part = [1, 2, 3, 5, 6][part];
+                    assert_eq!(*got, raw[at].wrapping_add(part), "{} at {at}", lease.key());
+                }
+            }
+            let error = demand_all(&mut store, &[key(0, 3)]).unwrap_err();
+            assert!(matches!(&error, StoreError::Decode { why, .. } if why == "the third"), "{error}");
+            // Bytes that are not those that were written are the fault, whatever the decoder makes of them.
+            disk.on_offset(vault.record(key(0, 3)).offset, Fault::Torn(round));
+            let error = demand_all(&mut store, &[key(0, 3)]).unwrap_err();
+            assert!(matches!(error, StoreError::Checksum { key: k, .. } if k == key(0, 3)), "{error}");
+            disk.heal();
+        }
+        let counted = store.meter().snapshot();
+        assert_eq!((counted.decode_errors, counted.checksum_errors), (50, 50));
+    });
+}
+
+#[test]
+fn a_store_closes_with_records_that_wait_to_be_decoded() {
+    within_a_minute(|| {
+        let vault = Vault::new(1, 6, 512);
+        let gates: Vec<Arc<Gate>> = (0..4).map(|_| Gate::closed()).collect();
+        let disk = faulty(&vault);
+        for (number, gate) in gates.iter().enumerate() {
+            disk.on_read(number as u64, Fault::Hold(gate.clone()));
+        }
+        let mut store = vault.open_decoded(disk, 6, Arc::new(Parts));
+        std::mem::forget(demand(&mut store, &vault.keys()[..3]).unwrap());
+        gates[0].wait_for(1);
+        let closer = std::thread::spawn(move || drop(store));
+        gates.iter().for_each(|gate| gate.open());
+        closer.join().unwrap();
     });
 }
 

@@ -3,7 +3,9 @@
 
 mod support;
 
-use smoe_store::{CountingAllocator, FileDisk, Lease, OpenMode, Order, StoreConfig, Want};
+use smoe_store::{
+    CountingAllocator, ExpertKey, FileDisk, Lease, OpenMode, Order, RecordDecoder, Store, StoreConfig, Want,
+};
 use std::sync::Arc;
 use support::{Random, Vault};
 
@@ -18,8 +20,30 @@ fn batches_do_not_allocate() {
     std::fs::write(&path, &vault.bytes).unwrap();
     let disk = FileDisk::open(&path, OpenMode::Auto).unwrap();
     println!("direct I/O: {}", smoe_store::Disk::direct(&disk));
-    let mut store = vault.open_as(Arc::new(disk), StoreConfig::new(20, vault.slot_bytes()));
+    let (disk, config) = (Arc::new(disk), StoreConfig::new(20, vault.slot_bytes()));
+    without_allocating(&vault, vault.open_as(disk.clone(), config));
+    without_allocating(&vault, vault.open_decoded(disk, 20, Arc::new(Halves)));
+}
 
+/// Copies, in two parts.
+struct Halves;
+
+impl RecordDecoder for Halves {
+    fn parts(&self, _: ExpertKey) -> usize {
+        2
+    }
+
+    fn start(&self, _: ExpertKey, part: usize) -> usize {
+        part * 1000
+    }
+
+    fn decode(&self, _: ExpertKey, raw: &[u8], part: usize, out: &mut [u8]) -> Result<(), String> {
+        out.copy_from_slice(&raw[part * 1000..][..out.len()]);
+        Ok(())
+    }
+}
+
+fn without_allocating(vault: &Vault, mut store: Store) {
     // From a few experts to more than there are slots, in both orders; some batches are dropped half way. Before
     // some, and while some run, others are expected, half of them rightly.
     let mut random = Random(7);

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use smoe_format::{ExpertFile, ExpertKey, LayerTable, entropy, original};
 use smoe_kernels::{EntropyDecoder, Kernels, KernelsError};
 use smoe_meter::StoreMeter;
-use smoe_store::{Disk, PolicyKind, Record, RecordDecoder, Store, StoreConfig};
+use smoe_store::{Disk, PolicyKind, Record, RecordDecoder, Store, StoreConfig, staging_bytes};
 
 use super::EngineOptions;
 use crate::EngineError;
@@ -46,7 +46,7 @@ fn decoding_readers(experts: &ExpertFile) -> Option<usize> {
 pub fn plan(vault: &Vault, request: &PlanRequest, facts: &MemoryFacts) -> Result<Plan, EngineError> {
     let experts = &vault.experts;
     let staging = experts.longest_record() + entropy::SLACK as u64;
-    let decode_bytes = decoding_readers(experts).map_or(0, |readers| staging * readers as u64);
+    let decode_bytes = decoding_readers(experts).map_or(0, |readers| staging_bytes(readers, staging));
     let resident = || vault.backbone.iter().map(|(_, tensor)| tensor.encoding);
     let subject = Subject {
         spec: &vault.spec,
@@ -122,16 +122,33 @@ struct Uncode {
     layers: Vec<LayerTable>,
 }
 
+impl Uncode {
+    fn table(&self, key: ExpertKey) -> Option<&LayerTable> {
+        let found = self.layers.binary_search_by_key(&key.layer, |table| table.layer);
+        found.ok().map(|i| &self.layers[i])
+    }
+}
+
 impl RecordDecoder for Uncode {
     fn slack(&self) -> usize {
         entropy::SLACK
     }
 
-    fn decode(&self, key: ExpertKey, raw: &[u8], slot: &mut [u8]) -> Result<(), String> {
-        let found = self.layers.binary_search_by_key(&key.layer, |table| table.layer);
-        let table = found.map(|i| &self.layers[i]).map_err(|_| "is not in the layer table".to_owned())?;
+    fn parts(&self, key: ExpertKey) -> usize {
+        self.table(key).map_or(1, entropy::n_parts)
+    }
+
+    fn start(&self, key: ExpertKey, part: usize) -> usize {
+        self.table(key).map_or(0, |table| entropy::part(table, part).slot.start)
+    }
+
+    fn decode(&self, key: ExpertKey, raw: &[u8], part: usize, out: &mut [u8]) -> Result<(), String> {
+        let table = self.table(key).ok_or("is not in the layer table")?;
         let len = raw.len() - self.slack();
-        self.decoder.decode(raw, len, table, slot).map_err(|error| error.to_string())
+        let start = if part == 0 { 0 } else { self.start(key, part) };
+        let part = entropy::part(table, part);
+        let own = part.slot.start - start..part.slot.end - start;
+        self.decoder.decode_part(raw, len, table, &part, &mut out[own]).map_err(|error| error.to_string())
     }
 }
 
@@ -147,7 +164,7 @@ impl Retile {
 }
 
 impl RecordDecoder for Retile {
-    fn decode(&self, key: ExpertKey, raw: &[u8], slot: &mut [u8]) -> Result<(), String> {
+    fn decode(&self, key: ExpertKey, raw: &[u8], _: usize, slot: &mut [u8]) -> Result<(), String> {
         let found = self.experts.records.binary_search_by_key(&key, |record| record.key);
         let (Ok(i), Some(table)) = (found, self.experts.table(key.layer)) else {
             return Err("is not in the expert table".to_owned());
