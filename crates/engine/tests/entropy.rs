@@ -96,8 +96,8 @@ fn what_is_read_is_less_than_what_slots_hold_and_the_plan_counts_the_buffers() {
         plan_vault(vault, &options(RingSize::Slots(8), 64, 1).plan, &facts).unwrap().fixed_bytes
     };
     let buffer = coded.experts.longest_record() + SLACK as u64;
-    assert_eq!((fixed(&coded) - fixed(&plain)) % buffer, 0);
-    assert!(fixed(&coded) >= fixed(&plain) + 4 * buffer);
+    let buffers = fixed(&coded) - fixed(&plain);
+    assert!((4..=16).any(|readers| buffers == smoe_store::staging_bytes(readers, buffer)), "{buffers}");
 }
 
 /// Damage under a right checksum: the request that meets it fails and says where, and the engine goes on.
