@@ -4,18 +4,21 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 use smoe_engine::ceiling::{self, EntropyCeiling};
+use smoe_engine::forecast;
 use smoe_engine::kv::BLOCK;
 use smoe_engine::memory::MemoryFacts;
 use smoe_engine::plan::{Bytes, Plan};
 use smoe_engine::{DirectIo, OpenMode, Vault, plan_vault};
-use smoe_store::{Disk as _, FileDisk};
+use smoe_store::{Disk as _, FileDisk, decoded_at_once};
 
 use crate::args::PlanArgs;
 use crate::failure::Failure;
 use crate::model;
 
-/// The disk is read so long, with so many reads in flight, to say whether decoding keeps up with it.
+/// The disk is read so long, with so many bytes and at least so many reads in flight, at most four times as many, to say
+/// whether decoding keeps up with it.
 const DISK_TIME: Duration = Duration::from_millis(200);
+const DISK_BYTES: usize = 4 << 20;
 const DEPTH: usize = 4;
 
 /// What entropy-coded records save of a fixed width's bytes at equal fidelity, and so of the disk's time: EXP-QUANT-14.
@@ -110,6 +113,8 @@ struct Decoding {
     codes: u64,
     disk_bytes_per_s: f64,
     disk_is_direct: bool,
+    /// Of the records that a layer of a token reads, those that land last and are decoded while the disk idles.
+    seen: f64,
 }
 
 impl Decoding {
@@ -122,12 +127,19 @@ impl Decoding {
         let kernels = smoe_engine::kernels(std::env::var("SMOE_KERNELS").ok().as_deref())?;
         let disk = FileDisk::open(&vault.experts_path, OpenMode::Auto)?;
         let read_bytes = experts.longest_record() as usize;
-        let disk_bytes_per_s = ceiling::disk_at(&disk, read_bytes, DEPTH, DISK_TIME, 7)?;
+        let depth = (DISK_BYTES / read_bytes.max(1)).clamp(DEPTH, 4 * DEPTH);
+        let disk_bytes_per_s = ceiling::disk_at(&disk, read_bytes, depth, DISK_TIME, 7)?;
         let weights = |layer: u32| {
             let tensors = experts.table(layer).map_or(&[][..], |table| &table.tensors);
             tensors.iter().map(|t| (t.rows * t.cols) as u64).sum::<u64>()
         };
+        let (layers, top_k) = (vault.spec.moe_layers().count(), vault.spec.moe.top_k);
+        let hits = forecast::expected_hits(plan.ring_slots, plan.n_experts, layers, top_k);
+        // A ring that does not hold what one token asks for has little of it for the next.
+        let hits = hits * (plan.ring_slots as f64 / (layers * top_k).max(1) as f64).min(1.0);
+        let misses = (top_k as f64 * (1.0 - hits)).max(1.0);
         Ok(Some(Self {
+            seen: (decoded_at_once(experts.longest_record()) as f64 / misses).min(1.0),
             ceiling: ceiling::entropy_decoding(kernels, plan.threads),
             record_bytes: experts.records.iter().map(|record| record.len).sum(),
             codes: experts.records.iter().map(|record| weights(record.key.layer)).sum(),
@@ -146,7 +158,7 @@ impl Decoding {
         self.disk_bytes_per_s / self.bytes_per_s()
     }
 
-    /// Time that decoding takes of all threads, as a share of the disk's: what computes waits for it.
+    /// Time that decoding takes of all threads, as a share of the disk's.
     fn share(&self) -> f64 {
         self.threads_needed() / self.ceiling.threads as f64
     }
@@ -155,9 +167,14 @@ impl Decoding {
         self.share() <= 1.0
     }
 
-    /// Whether smaller records save more time than decoding them takes.
+    /// What of it is waited for, the rest being done while the disk reads on (EXP-STORE-17).
+    fn waited(&self) -> f64 {
+        self.share() * if self.keeps_up() { self.seen } else { 1.0 }
+    }
+
+    /// Whether smaller records save more time than decoding them is waited for.
     fn pays(&self) -> bool {
-        self.share() <= SAVED
+        self.waited() <= SAVED
     }
 
     fn json(&self) -> Value {
@@ -170,6 +187,7 @@ impl Decoding {
             "threads_needed": self.threads_needed(),
             "keeps_up": self.keeps_up(),
             "share_of_disk_time": self.share(),
+            "waited_for": self.waited(),
             "pays": self.pays(),
         })
     }
@@ -191,8 +209,8 @@ impl Decoding {
         }
         let why = if self.keeps_up() {
             format!(
-                "decoding takes {:.0} % of the disk's time here, smaller records save about {:.0} %",
-                100.0 * self.share(),
+                "decoding is waited for {:.0} % of the disk's time here, smaller records save about {:.0} %",
+                100.0 * self.waited(),
                 100.0 * SAVED
             )
         } else {

@@ -346,14 +346,19 @@ pub fn forecast(
     Forecast { cpu_tok_s, device }
 }
 
-/// The share of the experts asked for that a device holds: fitted to EXP-GPU-02, half of whose tokens' experts are the
-/// last token's.
+/// The share of the experts asked for that a device holds.
 fn hit_rate(plan: &DevicePlan, layers: usize, top_k: usize) -> f64 {
-    if plan.holds_all() {
+    expected_hits(plan.slots.iter().sum(), plan.n_experts, layers, top_k)
+}
+
+/// The share of the experts asked for that are in one of `slots`: fitted to EXP-GPU-02, half of whose tokens' experts are
+/// the last token's.
+#[must_use]
+pub fn expected_hits(slots: usize, n_experts: usize, layers: usize, top_k: usize) -> f64 {
+    if slots >= n_experts {
         return 1.0;
     }
-    let slots: usize = plan.slots.iter().sum();
-    let share = slots as f64 / plan.n_experts.max(1) as f64;
+    let share = slots as f64 / n_experts.max(1) as f64;
     let sets = slots as f64 / (layers * top_k).max(1) as f64;
     1.0 - 0.53 * sets.max(1.0).powf(-1.1) * share.mul_add(-share, 1.0)
 }

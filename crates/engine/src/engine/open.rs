@@ -135,7 +135,7 @@ impl RecordDecoder for Uncode {
     }
 
     fn parts(&self, key: ExpertKey) -> usize {
-        self.table(key).map_or(1, entropy::n_parts)
+        self.table(key).map_or(1, shares)
     }
 
     fn start(&self, key: ExpertKey, part: usize) -> usize {
@@ -145,10 +145,24 @@ impl RecordDecoder for Uncode {
     fn decode(&self, key: ExpertKey, raw: &[u8], part: usize, out: &mut [u8]) -> Result<(), String> {
         let table = self.table(key).ok_or("is not in the layer table")?;
         let len = raw.len() - self.slack();
-        let start = if part == 0 { 0 } else { self.start(key, part) };
-        let part = entropy::part(table, part);
-        let own = part.slot.start - start..part.slot.end - start;
-        self.decoder.decode_part(raw, len, table, &part, &mut out[own]).map_err(|error| error.to_string())
+        let decoded = if shares(table) == 1 {
+            self.decoder.decode(raw, len, table, out)
+        } else {
+            let start = if part == 0 { 0 } else { self.start(key, part) };
+            let part = entropy::part(table, part);
+            let own = part.slot.start - start..part.slot.end - start;
+            self.decoder.decode_part(raw, len, table, &part, &mut out[own])
+        };
+        decoded.map_err(|error| error.to_string())
+    }
+}
+
+/// Parts in which readers share the decoding of a record: of few blocks it is decoded by one, for handing over and
+/// waking would take more than is gained (EXP-STORE-17).
+fn shares(table: &LayerTable) -> usize {
+    match entropy::n_parts(table) {
+        ..=3 => 1,
+        n => n,
     }
 }
 
