@@ -1,9 +1,9 @@
 //! The experts of a layer, all in one dispatch: the products of a work list.
 //!
-//! `hidden = quantise(activation(gate x, up x))` ([`GateUp`]), `y = down hidden` ([`Down`]), biases added to each product where
-//! there are some. If gate and up are
-//! coded alike and down is coded, the first is one kernel; otherwise three, over f32 planes. Of one token that kernel leaves
-//! floats, more workgroups having a part in it, and down's workgroups quantise their expert's each for itself.
+//! `hidden = quantise(activation(gate x, up x))` ([`GateUp`]), `y = down hidden` ([`Down`]), biases added to each product
+//! where there are some. If gate and up are coded alike and down is coded, the first is one kernel; otherwise three, over f32
+//! planes. Of one token that kernel leaves floats, more workgroups having a part in it, and down's workgroups quantise their
+//! expert's each for itself.
 
 use smoe_format::tile::ROWS;
 use smoe_format::{Encoding, Uniform};

@@ -8,6 +8,8 @@ use crate::{Access, CodedPlane, Gpu, GpuError, Op, Shader, Slice, Step};
 pub(crate) const QUANTISE: &str = include_str!("wgsl/quantise.wgsl");
 /// The kernels that quantise whole rows.
 pub(crate) const TO_PLANE: &str = include_str!("wgsl/quantise_plane.wgsl");
+/// `level_pairs` by `levels`.
+const LEVEL_PAIRS: &str = include_str!("wgsl/coded_levels_pairs.wgsl");
 /// Threads of a workgroup.
 const THREADS: u32 = 256;
 /// Most workgroups along an axis of a grid.
@@ -147,11 +149,12 @@ pub(crate) fn tile_constants(uniform: Uniform) -> [(&'static str, u32); 4] {
 }
 
 /// `levels`: four codes in each word to the levels that they name, as signed bytes, all more than they are by the number
-/// beside it; without a table, codes as they are. A tree of choices, one for each bit of a code: a lookup by a number that
+/// beside it, and `level_pairs` of eight; without a table, codes as they are. A tree of choices, one for each bit of a code: a lookup by a number that
 /// is not constant would leave the registers.
 pub(crate) fn levels(encoding: Encoding) -> (String, u32) {
     let Encoding::Table(table) = encoding else {
-        return ("fn levels(codes: vec4<u32>) -> vec4<u32> { return codes; }\n".to_owned(), 0);
+        let same = "fn levels(codes: vec4<u32>) -> vec4<u32> { return codes; }\n";
+        return ([same, LEVEL_PAIRS].concat(), 0);
     };
     if table.levels() == Table::MXFP4.levels() {
         return (include_str!("wgsl/coded_levels_e2m1.wgsl").to_owned(), 12);
@@ -169,7 +172,7 @@ pub(crate) fn levels(encoding: Encoding) -> (String, u32) {
          fn levels(codes: vec4<u32>) -> vec4<u32> {{\n{masks}    return {};\n}}\n",
         nodes.concat()
     );
-    (tree, 0)
+    (tree + LEVEL_PAIRS, 0)
 }
 
 impl Gpu {

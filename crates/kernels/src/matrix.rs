@@ -57,7 +57,7 @@ impl<'a> Matrix<'a> {
     }
 
     /// The weights from the block of rows on that begins at `row`; none if there is no such block.
-    pub(crate) fn from_row(&self, row: usize) -> &'a [u8] {
+    pub(crate) fn rows_from(&self, row: usize) -> &'a [u8] {
         let before = self.encoding.tensor_bytes(row, self.cols).unwrap_or(usize::MAX);
         self.bytes.get(before..).unwrap_or_default()
     }

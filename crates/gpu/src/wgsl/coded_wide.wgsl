@@ -6,7 +6,7 @@
 // lanes run down the groups of a block, two rows each, with one fused multiply-add a group.
 //
 // Needs: coded_tiles.wgsl; coded_plane.wgsl or coded_own.wgsl, the operand; coded_wide_exchange.wgsl or
-// coded_wide_played.wgsl; fn levels, which makes factors of codes; fn finish, which takes the sums; fn fma2, const PLAYED; the lists load_tiles and take_tiles of what is here by
+// coded_wide_played.wgsl; fn level_pairs, which makes factors of codes; fn finish, which takes the sums; fn fma2, const PLAYED; the lists load_tiles and take_tiles of what is here by
 // the tile, which cut.rs appends; consts THREADS, TILES_AHEAD, ROW_TILES (of a block of rows), ONE_ROUND.
 
 const LANES: u32 = 32u;
@@ -91,11 +91,13 @@ fn dot_tile(window: ptr<function, Window>, lane: u32, i: u32) -> i32 {
     var low: vec4<i32>;
     var high: vec4<i32>;
     if (TABLE == 1u) {
-        low = dot4(levels(a & vec4(0x0f0f0f0fu)), x.x);
-        high = dot4(levels((a >> vec4(4u)) & vec4(0x0f0f0f0fu)), x.x);
+        let first = level_pairs(a);
+        low = dot4(first.low, x.x);
+        high = dot4(first.high, x.x);
         if (PIECES == 2u) {
-            low += dot4(levels(b & vec4(0x0f0f0f0fu)), x.y);
-            high += dot4(levels((b >> vec4(4u)) & vec4(0x0f0f0f0fu)), x.y);
+            let other = level_pairs(b);
+            low += dot4(other.low, x.y);
+            high += dot4(other.high, x.y);
         }
     } else {
         low = dot4(a & vec4(0x0f0f0f0fu), x.x) + dot4(b & vec4(0x0f0f0f0fu), x.y);

@@ -5,7 +5,8 @@ use std::path::Path;
 
 use smoe_format::ModelSpec;
 use smoe_format::spec::{
-    AttentionSpec, FfnKind, IndexerSpec, LatentSpec, MixerKind, MoeSpec, Multipliers, RopeSpec, RouterKind,
+    Activation, AttentionSpec, FfnKind, IndexerSpec, LatentSpec, MixerKind, MoeSpec, Multipliers,
+    RopeScaling, RopeSpec, RouterKind,
 };
 
 use crate::config::spec_from_config;
@@ -57,6 +58,24 @@ const fn latent(d: usize, heads: usize, q_rank: usize, kv_rank: usize) -> usize 
     let queries = heads * (128 + 64);
     let q = if q_rank == 0 { d * queries } else { q_rank * (d + queries) };
     q + d * (kv_rank + 64) + kv_rank * heads * (128 + 128) + heads * 128 * d
+}
+
+/// What GPT-OSS has besides its sizes: sinks, windows by turns, biases, a clamped SwiGLU, YaRN.
+fn gpt_oss(spec: &mut ModelSpec) {
+    let factor = 32.0f64;
+    spec.windows = (0..spec.n_layers()).map(|layer| if layer % 2 == 0 { 128 } else { 0 }).collect();
+    let AttentionSpec { qkv_bias, o_bias, sinks, .. } = &mut spec.attention;
+    (*qkv_bias, *o_bias, *sinks) = (true, true, true);
+    (spec.moe.router_bias, spec.moe.expert_bias) = (true, true);
+    spec.moe.activation = Activation::ClampedSwiglu { alpha: 1.702, limit: 7.0 };
+    spec.rope.scaling = RopeScaling::Yarn {
+        factor,
+        original_context: 4096,
+        beta_fast: 32.0,
+        beta_slow: 1.0,
+        attention_factor: 0.1 * factor.ln() + 1.0,
+        truncate: false,
+    };
 }
 
 const LATENT: &str = "latent attention, sigmoid router with groups";
@@ -161,8 +180,8 @@ static PUBLISHED: &[Published] = &[
         experts: (32, 4, 2880),
         shared: 0,
         norm_topk: true,
-        unknown: Some(("sinks, sliding windows, biases, clamped SwiGLU", None)),
-        also: None,
+        unknown: None,
+        also: Some(gpt_oss),
     },
     Published {
         name: "gpt-oss-120b",
@@ -178,8 +197,8 @@ static PUBLISHED: &[Published] = &[
         experts: (128, 4, 2880),
         shared: 0,
         norm_topk: true,
-        unknown: Some(("sinks, sliding windows, biases, clamped SwiGLU", None)),
-        also: None,
+        unknown: None,
+        also: Some(gpt_oss),
     },
     Published {
         name: "deepseek-v2-lite",
@@ -461,6 +480,22 @@ mod tests {
             shape.spec.validate().expect(name);
             assert_eq!(shape.name, name);
         }
+    }
+
+    #[test]
+    fn gpt_oss_is_what_its_config_says() {
+        let kinds = ["sliding_attention", "full_attention"].repeat(18);
+        let config = serde_json::json!({
+            "model_type": "gpt_oss", "hidden_size": 2880, "num_hidden_layers": 36, "vocab_size": 201_088,
+            "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "tie_word_embeddings": false,
+            "attention_bias": true, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+            "rope_theta": 150_000, "layer_types": kinds, "sliding_window": 128, "swiglu_limit": 7.0,
+            "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                "original_max_position_embeddings": 4096, "truncate": false},
+            "num_local_experts": 128, "num_experts_per_tok": 4, "intermediate_size": 2880,
+        });
+        let published = Shape::of_config("gpt-oss-120b", &config).expect("a config");
+        assert_eq!(Shape::find("gpt-oss-120b").expect("known").spec, published.spec);
     }
 
     #[test]

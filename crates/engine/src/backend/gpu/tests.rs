@@ -354,8 +354,8 @@ fn a_schedulers_greedy_job_goes_on_with_what_the_device_began_whoever_comes_and_
 
 #[test]
 fn a_halt_at_any_layer_changes_no_bit() {
-    // Without a shared expert, and with a gated one behind a dense layer.
-    for model in [TinyModel::qwen3(31), TinyModel::qwen2(32)] {
+    // Without a shared expert, with a gated one behind a dense layer, and with biases and windows.
+    for model in [TinyModel::qwen3(31), TinyModel::qwen2(32), TinyModel::gpt_oss(33)] {
         let Some((_dir, vault, mut engine)) = engine(&model) else { return };
         let (name, layers) = (&model.spec.model_type, 0..vault.spec.n_layers());
         let is_moe = |layer: usize| vault.spec.layers[layer] == FfnKind::Moe;
