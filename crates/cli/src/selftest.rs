@@ -204,13 +204,19 @@ mod with_gpu {
                 Err(format!("{wrong} of {} values differ", got.len()))
             };
         }
+        let (worst, largest) = distance(got, expected);
+        let what = format!("off by {worst:.2e} of {largest:.2e}");
+        if worst <= tolerance * largest { Ok(what) } else { Err(what) }
+    }
+
+    /// The largest difference, infinite if one is no number, and the largest that is expected.
+    fn distance(got: &[f32], expected: &[f32]) -> (f32, f32) {
         let largest = expected.iter().fold(0f32, |m, v| m.max(v.abs()));
         let worst = got.iter().zip(expected).fold(0f32, |m, (a, b)| {
             let difference = (a - b).abs();
             if difference.is_nan() { f32::INFINITY } else { m.max(difference) }
         });
-        let what = format!("off by {worst:.2e} of {largest:.2e}");
-        if worst <= tolerance * largest { Ok(what) } else { Err(what) }
+        (worst, largest)
     }
 
     const TOKENS: usize = 3;
@@ -370,6 +376,9 @@ mod with_gpu {
             for ids in ids.chunks_exact(trace.top_k()) {
                 let mut ids = ids.to_vec();
                 ids.sort_unstable();
+                if !ids.is_sorted_by(|a, b| a < b) {
+                    return Err(format!("experts {ids:?} of a token are not {} different ones", ids.len()));
+                }
                 routes.push(ids);
             }
         }
@@ -409,6 +418,8 @@ mod with_gpu {
     /// Logits are the same as far as both route alike. Where they do not, the processor must have been in two minds: an
     /// expert that only it chose and one that only the device chose have nearly the same router logit (`routers`,
     /// `[MoE layer][tokens, n_experts]`) in the first layer in which they differ; later ones see what other experts made.
+    /// Half of the tokens must be routed alike, and nine tenths of those have the same logits: the others may see keys and
+    /// values of a token before them that was not.
     fn compare_decoded(
         got: &Decoded,
         expected: &Decoded,
@@ -421,14 +432,13 @@ mod with_gpu {
             return Err(format!("routes of {} of {positions} tokens", got.routes.len() / layers.max(1)));
         }
         let vocab_size = expected.logits.len() / positions;
-        let (mut alike, mut close) = ([Vec::new(), Vec::new()], 0);
+        let (mut got_alike, mut expected_alike, mut close) = (Vec::new(), Vec::new(), 0);
         for position in 0..positions {
             let at = position * layers;
             let differs = |layer: &usize| got.routes[at + layer] != expected.routes[at + layer];
             let Some(layer) = (0..layers).find(differs) else {
-                for (alike, decoded) in alike.iter_mut().zip([got, expected]) {
-                    alike.extend_from_slice(&decoded.logits[position * vocab_size..][..vocab_size]);
-                }
+                got_alike.extend_from_slice(&got.logits[position * vocab_size..][..vocab_size]);
+                expected_alike.extend_from_slice(&expected.logits[position * vocab_size..][..vocab_size]);
                 continue;
             };
             let row = &routers[layer][position * n_experts..][..n_experts];
@@ -448,12 +458,22 @@ mod with_gpu {
             }
             close += 1;
         }
-        if close == positions {
-            return Err(format!("none of {positions} tokens has the processor's experts"));
+        let alike = positions - close;
+        if 2 * alike < positions {
+            return Err(format!("{alike} of {positions} tokens have the processor's experts"));
         }
-        let [got, expected] = &alike;
-        let what = compare(got, expected, false, TOLERANCE)?;
-        Ok(format!("{what}; {close} of {positions} tokens had experts too close to call"))
+        let mut worst = 0f32;
+        let mut far = 0;
+        for (got, expected) in got_alike.chunks(vocab_size).zip(expected_alike.chunks(vocab_size)) {
+            let (off, largest) = distance(got, expected);
+            worst = worst.max(off / largest);
+            far += usize::from(off > TOLERANCE * largest || off.is_nan());
+        }
+        let what = format!(
+            "off by {worst:.1e} of the largest; of {positions} tokens {close} had experts too close to call, {far} are \
+             further off"
+        );
+        if far > alike / 10 { Err(what) } else { Ok(what) }
     }
 
     fn tokens(vault: &Vault, device: &DeviceChoice) -> Result<String, String> {
@@ -497,35 +517,49 @@ mod with_gpu {
     mod tests {
         use super::*;
 
-        fn decoded(logits: &[f32], routes: [[u16; 2]; 2]) -> Decoded {
-            Decoded { logits: logits.to_vec(), routes: routes.map(|ids| ids.to_vec()).to_vec() }
+        /// Tokens of a model of one MoE layer, three experts and one logit each.
+        fn decoded(logits: &[f32], routes: &[[u16; 2]]) -> Decoded {
+            Decoded { logits: logits.to_vec(), routes: routes.iter().map(|ids| ids.to_vec()).collect() }
         }
 
-        /// Two tokens of a model of one MoE layer, three experts and one logit.
+        /// Four tokens; the second expert and the third are close for the first token only.
         fn compared(got: &Decoded) -> Result<String, String> {
-            let expected = decoded(&[1.0, 2.0], [[0, 1], [0, 2]]);
-            compare_decoded(got, &expected, &[&[3.0, 2.0, 1.95, 3.0, 1.0, 2.0]], 3)
+            let expected = decoded(&[1.0, 2.0, 3.0, 4.0], &[[0, 1], [0, 2], [0, 2], [0, 2]]);
+            let router = [3.0, 2.0, 1.95, 3.0, 1.0, 2.0, 3.0, 1.0, 2.0, 3.0, 1.0, 2.0];
+            compare_decoded(got, &expected, &[&router], 3)
         }
+
+        const ALIKE: [[u16; 2]; 4] = [[0, 1], [0, 2], [0, 2], [0, 2]];
+        const CLOSE: [[u16; 2]; 4] = [[0, 2], [0, 2], [0, 2], [0, 2]];
 
         #[test]
         fn tokens_that_are_routed_alike_have_the_same_logits() {
-            let text = compared(&decoded(&[1.01, 2.0], [[0, 1], [0, 2]])).expect("within the tolerance");
-            assert!(text.ends_with("0 of 2 tokens had experts too close to call"), "{text}");
-            assert!(compared(&decoded(&[1.2, 2.0], [[0, 1], [0, 2]])).is_err());
-            assert!(compared(&decoded(&[f32::NAN, 2.0], [[0, 1], [0, 2]])).is_err());
+            let text = compared(&decoded(&[1.01, 2.0, 3.0, 4.0], &ALIKE)).expect("within the tolerance");
+            assert!(text.contains(" 0 had experts too close to call, 0 are further off"), "{text}");
+            for wrong in [1.2, f32::NAN, f32::INFINITY] {
+                assert!(compared(&decoded(&[wrong, 2.0, 3.0, 4.0], &ALIKE)).is_err(), "{wrong}");
+            }
         }
 
         #[test]
         fn tokens_may_be_routed_otherwise_if_experts_are_too_close_to_call() {
-            // 2.0 and 1.95 are; then the logits may be anything, though not those of the other token.
-            let text = compared(&decoded(&[9.0, 2.0], [[0, 2], [0, 2]])).expect("close experts");
-            assert!(text.ends_with("1 of 2 tokens had experts too close to call"), "{text}");
-            assert!(compared(&decoded(&[9.0, 2.2], [[0, 2], [0, 2]])).is_err());
-            // 2.0 and 1.0 are not.
-            let text = compared(&decoded(&[1.0, 2.0], [[0, 1], [0, 1]])).expect_err("another expert");
+            // Then the logits may be anything, though not those of the other tokens.
+            let text = compared(&decoded(&[9.0, 2.0, 3.0, 4.0], &CLOSE)).expect("close experts");
+            assert!(text.contains(" 1 had experts too close to call"), "{text}");
+            assert!(compared(&decoded(&[9.0, 2.2, 3.0, 4.0], &CLOSE)).is_err());
+            let text = compared(&decoded(&[1.0, 2.0, 3.0, 4.0], &[[0, 1]; 4])).expect_err("another expert");
             assert!(text.contains("token 1, MoE layer 0"), "{text}");
-            let short = Decoded { logits: vec![1.0], routes: vec![vec![0, 1]] };
-            assert!(compared(&short).is_err());
+            assert!(compared(&decoded(&[1.0], &ALIKE[..1])).is_err());
+        }
+
+        #[test]
+        fn half_of_the_tokens_must_be_routed_alike() {
+            let expected = decoded(&[1.0, 1.0], &[[0, 1]; 2]);
+            let router: &[f32] = &[3.0, 2.0, 1.95, 3.0, 2.0, 1.95];
+            let compared =
+                |routes: &[[u16; 2]]| compare_decoded(&decoded(&[1.0, 1.0], routes), &expected, &[router], 3);
+            assert!(compared(&[[0, 1], [0, 2]]).is_ok());
+            assert!(compared(&[[0, 2]; 2]).is_err());
         }
     }
 }

@@ -84,6 +84,12 @@ impl ExpertLayout {
         self.tensors[projection].encoding.tiles()
     }
 
+    /// One kernel computes gate and up.
+    #[must_use]
+    pub fn is_fused(&self) -> bool {
+        self.fused().is_some()
+    }
+
     /// If one kernel computes gate and up: their encoding and its tiles, and down's.
     pub(crate) fn fused(&self) -> Option<(Encoding, Uniform, Uniform)> {
         let [gate, up, _] = self.tensors.map(|tensor| tensor.encoding);

@@ -12,10 +12,9 @@ use crate::coded::{CodedOp, pass_of, passes};
 use crate::cut::{Cut, Tuning, can_own};
 use crate::float::FloatCut;
 use crate::hidden::LONE_PAIRS;
+use crate::hidden::{Lone, Values};
 use crate::quantise::{GRID, QUANTISE, Repeated, TO_PLANE, assert_plane, source};
-use crate::{
-    Access, CodedPlane, ExpertLayout, Gpu, GpuError, Hidden, Lone, Op, Shader, Slice, Step, WorkList,
-};
+use crate::{Access, CodedPlane, ExpertLayout, Gpu, GpuError, Hidden, Op, Shader, Slice, Step, WorkList};
 
 const LIST: &str = include_str!("wgsl/experts.wgsl");
 const PRODUCT: &str = include_str!("wgsl/experts_product.wgsl");
@@ -308,8 +307,8 @@ impl GateUp {
         let rows = layout.d_expert() as u32;
         let words = [rows, groups as u32, gate, up, slot, plane.groups() as u32];
         let blocks = rows.div_ceil(ROWS as u32);
-        let lone = match hidden {
-            Hidden::Coded(_, Lone { values, post }) if is_lone(gpu, layout, list.top_k) => {
+        let lone = match &hidden.values {
+            Values::Coded(_, Lone { values, post }) if is_lone(gpu, layout, list.top_k) => {
                 let all = 2 * layout.d_expert().div_ceil(ROWS) * TIMES;
                 let tuning = tuning.unwrap_or_else(|| Tuning::of_either(gpu, encoding, all, groups));
                 let cut = Cut::new(gpu, uniform, 1, tuning);
@@ -338,8 +337,8 @@ impl GateUp {
         hidden: &Hidden,
     ) -> Result<How, GpuError> {
         let (cols, pairs) = (layout.d_expert(), list.most_pairs());
-        let plane = |what| gpu.buffer(what, (4 * pairs * cols) as u64);
-        let (gates, ups) = (plane("gates of experts")?, plane("ups of experts")?);
+        let Some([gates, ups]) = &hidden.apart else { panic!("hidden values of a layout that is fused") };
+        assert_plane(gates, pairs, cols);
         let projection = |i: usize, out: &Slice| {
             let x = if layout.tiles(i).is_some() {
                 X::Coded(coded_operand(layout, i, x, list.tokens), None)
@@ -350,15 +349,15 @@ impl GateUp {
             };
             Projection::new(gpu, layout, i, slots, list, x, Rows::Tokens, out, None)
         };
-        let (gate, up) = (projection(0, &gates)?, projection(1, &ups)?);
-        let (group, groups, text, outputs) = match hidden {
-            Hidden::Coded(..) => {
+        let (gate, up) = (projection(0, gates)?, projection(1, ups)?);
+        let (group, groups, text, outputs) = match &hidden.values {
+            Values::Coded(..) => {
                 let Some(down) = layout.tiles(2) else { panic!("down takes floats") };
                 let hidden = coded_hidden(layout, down, hidden, pairs).clone();
                 let text = [include_str!("wgsl/experts_hidden_coded.wgsl"), TO_PLANE];
                 (hidden.group, hidden.groups(), text, vec![hidden.codes, hidden.cells])
             }
-            Hidden::Float(hidden) => {
+            Values::Float(hidden) => {
                 assert!(layout.tiles(2).is_none(), "down takes codes");
                 assert_plane(hidden, pairs, cols);
                 (64, 0, [include_str!("wgsl/experts_hidden_float.wgsl"), ""], vec![hidden.clone()])
@@ -371,7 +370,7 @@ impl GateUp {
             source: source(gpu, &constants, &[QUANTISE, &layout.glu(), text[0], text[1]])?.into(),
             bindings: &[[Access::Read; 2].as_slice(), &vec![Access::Write; outputs.len()]].concat(),
         })?;
-        let buffers: Vec<&Slice> = [&gates, &ups].into_iter().chain(&outputs).collect();
+        let buffers: Vec<&Slice> = [gates, ups].into_iter().chain(&outputs).collect();
         let hidden = gpu.bind(&kernel, &buffers)?;
         let lanes = if groups > 0 { team * groups } else { cols };
         let parts = (lanes as u32).div_ceil(THREADS);
@@ -427,8 +426,8 @@ fn coded_hidden<'a>(
     hidden: &'a Hidden,
     pairs: usize,
 ) -> &'a CodedPlane {
-    match hidden {
-        Hidden::Coded(plane, _) if plane.suits(down, layout.d_expert()) && plane.tokens >= pairs => plane,
+    match &hidden.values {
+        Values::Coded(plane, _) if plane.suits(down, layout.d_expert()) && plane.tokens >= pairs => plane,
         other => panic!("{other:?} for {pairs} pairs of {down:?}"),
     }
 }
@@ -482,21 +481,21 @@ impl Down {
     ) -> Result<Self, GpuError> {
         layout.assert_slots(slots);
         assert!(list.most_pairs() <= GRID, "{} pairs", list.most_pairs());
-        let x = match (layout.tiles(2), hidden) {
-            (Some(down), hidden) => {
+        let x = match (layout.tiles(2), &hidden.values) {
+            (Some(down), values) => {
                 let plane = coded_hidden(layout, down, hidden, list.most_pairs());
-                match hidden {
-                    Hidden::Coded(_, lone) if is_lone(gpu, layout, list.top_k) => {
+                match values {
+                    Values::Coded(_, lone) if is_lone(gpu, layout, list.top_k) => {
                         X::Coded(plane, Some(&lone.values))
                     }
                     _ => X::Coded(plane, None),
                 }
             }
-            (None, Hidden::Float(hidden)) => {
+            (None, Values::Float(hidden)) => {
                 assert_plane(hidden, list.most_pairs(), layout.d_expert());
                 X::Float(hidden)
             }
-            (None, Hidden::Coded(..)) => panic!("down takes floats"),
+            (None, Values::Coded(..)) => panic!("down takes floats"),
         };
         let product = Projection::new(gpu, layout, 2, slots, list, x, Rows::Places, y, tuning)?;
         Ok(Self { layout: layout.clone(), list: list.clone(), product })

@@ -44,7 +44,7 @@ pub use expert_layout::ExpertLayout;
 pub use experts::{Down, ExpertInput, GateUp};
 pub use float::FloatMatmul;
 pub use heads::{HeadColumns, HeadInput, HeadMatmul, HeadPlane, HeadTurn};
-pub use hidden::{Hidden, Lone};
+pub use hidden::Hidden;
 pub use import::{Keep, Segments};
 pub use latent::{LatentAppend, LatentAttention, LatentInput, LatentLayout, LatentNorm, LatentQueries};
 pub use memory::{Arena, Fork, Slice};

@@ -462,7 +462,9 @@ mod model {
             let runs: Vec<_> = (0..2 * PIECES).map(|_| Counter::new(0)).collect();
             pool.run_pieces(2, &|i, piece| {
                 let rows = piece.of_rows(i * PIECES..(i + 1) * PIECES, 1);
-                rows.for_each(|row| drop(runs[row].fetch_add(1, Ordering::Relaxed)));
+                for row in rows {
+                    runs[row].fetch_add(1, Ordering::Relaxed);
+                }
             });
             assert!(runs.iter().all(|r| r.load(Ordering::Relaxed) == 1));
         });
@@ -518,7 +520,9 @@ mod tests {
                     assert!(own.is_empty() || (own.start - task.start).is_multiple_of(unit));
                     assert!(own.end == task.end || own.len().is_multiple_of(unit));
                     pieces.fetch_add(usize::from(!own.is_empty()), Ordering::Relaxed);
-                    rows[own].iter().for_each(|r| drop(r.fetch_add(1, Ordering::Relaxed)));
+                    for row in &rows[own] {
+                        row.fetch_add(1, Ordering::Relaxed);
+                    }
                 });
                 assert!(rows.iter().all(|r| r.load(Ordering::Relaxed) == 1), "{threads} {tasks} {each}");
                 let pieces = pieces.load(Ordering::Relaxed);

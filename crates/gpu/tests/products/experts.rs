@@ -369,7 +369,7 @@ fn assert_activation(gpu: &Gpu, activation: Activation) {
     scalar().glu(activation, &x, &ups, &mut values);
     let mut expected = Activations::with_capacity(tokens, d);
     expected.quantise(scalar(), &values, tokens, d, 16);
-    let Hidden::Coded(found, _) = &hidden else { panic!("down is coded") };
+    let found = hidden.coded().expect("down is coded");
     let cells = floats(gpu, &found.cells);
     let codes = gpu.download(&found.codes).unwrap();
     for cell in 0..tokens * 4 {

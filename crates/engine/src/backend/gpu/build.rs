@@ -84,7 +84,7 @@ pub(super) struct Builder<'a> {
     /// List of the resident parts.
     everyone: Option<WorkList>,
     /// Hidden values of experts, by width, form and number: layers share them.
-    hidden: Vec<([usize; 3], Hidden)>,
+    hidden: Vec<([usize; 4], Hidden)>,
 }
 
 /// Bytes of so many floats.
@@ -595,7 +595,8 @@ impl<'a> Builder<'a> {
         pairs: usize,
     ) -> Result<Hidden, GpuError> {
         let group = table.tensors[2].encoding.tiles().map_or(0, Uniform::group);
-        let key = [layout.d_expert(), group, pairs];
+        let is_apart = usize::from(!layout.is_fused());
+        let key = [layout.d_expert(), group, pairs, is_apart];
         if let Some((_, hidden)) = self.hidden.iter().find(|(other, _)| *other == key) {
             return Ok(hidden.clone());
         }

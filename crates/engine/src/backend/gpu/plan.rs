@@ -68,6 +68,15 @@ impl DevicePlan {
         }
         let each = (budget_bytes - fixed) / tables.len().max(1) as u64;
         let most = facts.max_binding.min(facts.max_buffer);
+        let a = &spec.attention;
+        let sums = AttentionScratch::least_bytes(a.n_heads, a.mixed_dim(), plan.context);
+        if sums > most {
+            let what = format!(
+                "{} addresses {most} bytes at once: attention over {} positions takes {sums} (a shorter --context, or --device cpu, can)",
+                facts.name, plan.context
+            );
+            return Err(EngineError::Unsupported { what });
+        }
         let slots: Vec<usize> = tables
             .iter()
             .map(|table| {
@@ -118,7 +127,9 @@ pub(crate) fn unsupported(spec: &ModelSpec, exact: bool, tables: &[LayerTable]) 
 
 /// The longest step whose planes a device can bind.
 pub(crate) fn max_chunk(facts: &DeviceFacts, spec: &ModelSpec) -> usize {
-    let row = 4 * (spec.moe.top_k * spec.d_model.max(spec.moe.d_expert)).max(Widths::of(spec).queries);
+    let Widths { projected, queries, outputs } = Widths::of(spec);
+    let pairs = spec.moe.top_k * spec.d_model.max(spec.moe.d_expert);
+    let row = 4 * pairs.max(projected).max(queries).max(outputs);
     (facts.max_binding.min(facts.max_buffer) as usize / row.max(1)).max(1)
 }
 
