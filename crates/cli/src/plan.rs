@@ -113,8 +113,10 @@ struct Decoding {
     codes: u64,
     disk_bytes_per_s: f64,
     disk_is_direct: bool,
-    /// Of the records that a layer of a token reads, those that land last and are decoded while the disk idles.
-    seen: f64,
+    /// Records that land last in a layer and are decoded while the disk idles.
+    last: f64,
+    /// Records that a layer of a token reads with this ring.
+    misses: f64,
 }
 
 impl Decoding {
@@ -139,7 +141,8 @@ impl Decoding {
         let hits = hits * (plan.ring_slots as f64 / (layers * top_k).max(1) as f64).min(1.0);
         let misses = (top_k as f64 * (1.0 - hits)).max(1.0);
         Ok(Some(Self {
-            seen: (decoded_at_once(experts.longest_record()) as f64 / misses).min(1.0),
+            last: decoded_at_once(experts.longest_record()) as f64,
+            misses,
             ceiling: ceiling::entropy_decoding(kernels, plan.threads),
             record_bytes: experts.records.iter().map(|record| record.len).sum(),
             codes: experts.records.iter().map(|record| weights(record.key.layer)).sum(),
@@ -169,7 +172,13 @@ impl Decoding {
 
     /// What of it is waited for, the rest being done while the disk reads on (EXP-STORE-17).
     fn waited(&self) -> f64 {
-        self.share() * if self.keeps_up() { self.seen } else { 1.0 }
+        self.share() * if self.keeps_up() { (self.last / self.misses).min(1.0) } else { 1.0 }
+    }
+
+    /// From how many records read in a layer on smaller ones save more time than decoding them is waited for; none if decoding
+    /// does not keep up.
+    fn pays_from(&self) -> Option<f64> {
+        self.keeps_up().then(|| if self.share() <= SAVED { 1.0 } else { self.last * self.share() / SAVED })
     }
 
     /// Whether smaller records save more time than decoding them is waited for.
@@ -188,6 +197,8 @@ impl Decoding {
             "keeps_up": self.keeps_up(),
             "share_of_disk_time": self.share(),
             "waited_for": self.waited(),
+            "misses_a_layer": self.misses,
+            "pays_from_misses_a_layer": self.pays_from(),
             "pays": self.pays(),
         })
     }
@@ -204,19 +215,23 @@ impl Decoding {
             self.threads_needed(),
             self.ceiling.threads
         );
-        if plan.holds_all() || self.pays() {
+        if plan.holds_all() {
             return Ok(());
         }
-        let why = if self.keeps_up() {
-            format!(
-                "decoding is waited for {:.0} % of the disk's time here, smaller records save about {:.0} %",
-                100.0 * self.waited(),
-                100.0 * SAVED
-            )
-        } else {
-            "decoding would not keep up with this disk".to_owned()
+        let Some(from) = self.pays_from() else {
+            say!(
+                "decoding would not keep up with this disk: with these threads a vault of the same fidelity made without \
+                 --entropy is faster"
+            );
+            return Ok(());
         };
-        say!("{why}: with these threads a vault of the same fidelity made without --entropy is faster");
+        let verdict =
+            if self.pays() { "so smaller records pay" } else { "so one made without --entropy is faster" };
+        say!(
+            "             faster than a vault of the same fidelity made without --entropy where a token misses {from:.1} or more of a \
+             layer's experts; this ring leaves about {:.1}, {verdict}",
+            self.misses
+        );
         Ok(())
     }
 }

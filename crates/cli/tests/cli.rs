@@ -244,6 +244,11 @@ fn entropy_coded_experts_are_made_described_checked_and_answer() {
     let number = |key: &str| decoding[key].as_f64().unwrap();
     assert_eq!(decoding["pays"].as_bool().unwrap(), number("waited_for") <= 0.14);
     assert!(number("waited_for") <= number("share_of_disk_time"));
+    let from = decoding["pays_from_misses_a_layer"].as_f64();
+    assert_eq!(
+        from.is_some_and(|from| from <= number("misses_a_layer")),
+        decoding["pays"].as_bool().unwrap()
+    );
     let share = number("disk_bytes_per_s")
         / number("record_bytes_per_s_a_thread")
         / plan["threads"].as_f64().unwrap();

@@ -68,6 +68,11 @@ impl Touched {
         }
     }
 
+    /// Without the head.
+    const fn layers_bytes(&self) -> u64 {
+        self.dense + self.experts
+    }
+
     /// All of them.
     #[must_use]
     pub const fn all(&self) -> u64 {
@@ -185,21 +190,25 @@ impl<'a> WeightsRate<'a> {
     /// the next.
     pub fn time(&mut self) {
         let mut mock = Mock::new(self.vault, &self.pool, self.kernels);
-        let layers = self.vault.spec.n_layers();
+        let (layers, touched) = (self.vault.spec.n_layers(), Touched::of(self.vault));
         for _ in 0..ROUNDS {
             // The first layer finds everything asleep.
             if mock.layer(self.vault, 0, &mut self.cold).is_none() {
                 return;
             }
-            // Whole tokens: the head runs a half faster than layers do where threads are many (EXP-GPU-05).
             let (start, mut done) = (Instant::now(), 0);
-            while start.elapsed() < TIMED {
-                done += (0..layers)
-                    .map(|layer| mock.layer(self.vault, layer, &mut self.cold).unwrap_or(0))
-                    .sum::<usize>();
-                done += mock.head(self.vault, &mut self.cold).unwrap_or(0);
+            for layer in (0..layers).cycle() {
+                done += mock.layer(self.vault, layer, &mut self.cold).unwrap_or(0);
+                if start.elapsed() >= TIMED {
+                    break;
+                }
             }
-            self.rates.push(done as f64 / start.elapsed().as_secs_f64());
+            // Layers and head as a token has them: where threads are many the head runs a half faster (EXP-GPU-05, EXP-GPU-11).
+            let layers_s = touched.layers_bytes() as f64 / done as f64 * start.elapsed().as_secs_f64();
+            let start = Instant::now();
+            let head = mock.head(self.vault, &mut self.cold).unwrap_or(0);
+            let (bytes, head_s) = (touched.layers_bytes() + head as u64, start.elapsed().as_secs_f64());
+            self.rates.push(bytes as f64 / (layers_s + head_s));
         }
     }
 
@@ -209,7 +218,8 @@ impl<'a> WeightsRate<'a> {
         &self.rates
     }
 
-    /// Their median; NaN if nothing was timed, or a layer has more weights than there was room for.
+    /// Their median; NaN if nothing was timed, or a layer has more weights than there was room for. A head for which there was
+    /// none is left out.
     #[must_use]
     pub fn median(&self) -> f64 {
         let mut rates = self.rates.clone();

@@ -234,8 +234,10 @@ pub fn part(layer: &LayerTable, i: usize) -> Part {
     let (projection, i) = (i / per_tensor, i % per_tensor);
     let t = &layer.tensors[projection];
     let Some(uniform) = coded(t.encoding) else {
-        let end = if i == 0 { t.len } else { 0 };
-        return Part { projection, tiles: 0..0, blocks: 0..0, slot: t.offset..t.offset + end };
+        // All of it is the first part; the others are empty, behind it.
+        let end = t.offset + t.len;
+        let start = if i == 0 { t.offset } else { end };
+        return Part { projection, tiles: 0..0, blocks: 0..0, slot: start..end };
     };
     let all = blocks(t, uniform);
     let blocks = all * i / per_tensor..all * (i + 1) / per_tensor;

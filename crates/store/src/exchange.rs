@@ -112,8 +112,9 @@ struct State<W, B, D> {
     demand: VecDeque<Piece<W>>,
     low: VecDeque<Piece<W>>,
     landed: VecDeque<Landed<B>>,
-    /// Buffers that are free.
+    /// Buffers that are free, of so many.
     spare: Vec<B>,
+    buffers: usize,
     /// Readers at demanded reads; at reads of low priority; decoding.
     at_demand: usize,
     at_low: usize,
@@ -148,7 +149,10 @@ impl<W, B: Clone, D> State<W, B, D> {
     fn may_read_low(&self, bounds: &Bounds) -> bool {
         // What is demanded and kept back comes before it.
         let is_free = self.demand.is_empty() && !self.spare.is_empty();
-        is_free && !self.low.is_empty() && self.at_low < bounds.low_running
+        // What is read in advance keeps its buffer until it is decoded: demand that comes meanwhile needs others.
+        let held = self.buffers - self.spare.len();
+        let leaves_some = bounds.decoding.is_none() || held < bounds.low_running;
+        is_free && leaves_some && !self.low.is_empty() && self.at_low < bounds.low_running
     }
 
     /// Chooses what to do, and appends what is to be read, a piece and what is joined to it.
@@ -214,6 +218,7 @@ impl<W, B: Clone, D> Exchange<W, B, D> {
                 demand: VecDeque::with_capacity(capacity),
                 low: VecDeque::with_capacity(capacity),
                 landed: VecDeque::with_capacity(buffers.len()),
+                buffers: buffers.len(),
                 // The first is taken last, so that it is the first to be used: what is used is warm.
                 spare: buffers.into_iter().rev().collect(),
                 at_demand: 0,
@@ -318,7 +323,7 @@ impl<W, B: Clone, D> Exchange<W, B, D> {
     /// closed (reader). `ended` is what this reader has just ended, if anything.
     pub(crate) fn take_work(&self, ended: Option<Ended<B>>, into: &mut Vec<W>) -> Option<Task<B>> {
         let mut state = lock(&self.state);
-        let mut may_be_more = matches!(ended, Some(Ended::Landed(..) | Ended::Decoded(_)));
+        let mut may_be_more = ended.is_some() && self.bounds.decoding.is_some();
         if let Some(ended) = ended {
             state.end(ended);
         }

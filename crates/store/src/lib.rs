@@ -11,7 +11,7 @@
 //!  demand(wants) ── hits ──► Lease
 //!       │
 //!       └─ misses ─► claim: free or evict ─┐
-//!                                          ├─► Exchange ───► Disk::read_exact_at ─► checksum ─► (decode)
+//!                                          ├─► Exchange ───► Disk::read_exact_at ─► checksum (and decode)
 //!  expect(wants) ─► claim, sparing the ────┘   demand first,           │
 //!                   batch and the list         low bounded             │
 //!                                                                      │
@@ -35,6 +35,7 @@
 //! | `replay` | scoring policies on recorded routes; the best that any could do |
 //! | `residency` | which expert is where; the limit |
 //! | `exchange`, `reader` | the queues between owner and readers; what a reader does (queues model-checked) |
+//! | `staging` | records that were read and are decoded, in parts, by several readers; their checksums |
 //! | `want` | what is demanded: experts, stamps, order |
 //! | `memory` | the arena as plain bytes, for those who measure memory |
 //! | `machine` | what macOS says of its memory |

@@ -30,8 +30,8 @@ pub struct StoreConfig {
     pub slots: usize,
     /// Bytes of a slot; rounded up to [`crate::PAGE`].
     pub slot_bytes: usize,
-    /// Reader threads, at least 1: reads in flight at once. Two to eight saturate a drive with records of
-    /// 2 MB; small records want more.
+    /// Reader threads, at least 1: reads in flight at once, or fewer where records are decoded ([`decoded_at_once`]). Two to
+    /// eight saturate a drive with records of 2 MB; small records want more.
     pub readers: usize,
     /// Most readers that are at low-priority reads at once, so that new demand finds a free one. None: half of
     /// them. At least 1 in any case.
