@@ -418,8 +418,8 @@ mod with_gpu {
     /// Logits are the same as far as both route alike. Where they do not, the processor must have been in two minds: an
     /// expert that only it chose and one that only the device chose have nearly the same router logit (`routers`,
     /// `[MoE layer][tokens, n_experts]`) in the first layer in which they differ; later ones see what other experts made.
-    /// Half of the tokens must be routed alike, and nine tenths of those have the same logits: the others may see keys and
-    /// values of a token before them that was not.
+    /// Half of the tokens must be routed alike. Those before the first that is not have the same logits, all of them; of those
+    /// behind it, which may see its keys and values, nine tenths.
     fn compare_decoded(
         got: &Decoded,
         expected: &Decoded,
@@ -432,13 +432,21 @@ mod with_gpu {
             return Err(format!("routes of {} of {positions} tokens", got.routes.len() / layers.max(1)));
         }
         let vocab_size = expected.logits.len() / positions;
-        let (mut got_alike, mut expected_alike, mut close) = (Vec::new(), Vec::new(), 0);
+        let (mut alike, mut close, mut far) = (0, 0, 0);
+        let mut worst = 0f32;
         for position in 0..positions {
             let at = position * layers;
             let differs = |layer: &usize| got.routes[at + layer] != expected.routes[at + layer];
             let Some(layer) = (0..layers).find(differs) else {
-                got_alike.extend_from_slice(&got.logits[position * vocab_size..][..vocab_size]);
-                expected_alike.extend_from_slice(&expected.logits[position * vocab_size..][..vocab_size]);
+                let [got, expected] =
+                    [got, expected].map(|of| &of.logits[position * vocab_size..][..vocab_size]);
+                let (off, largest) = distance(got, expected);
+                let is_far = off > TOLERANCE * largest;
+                if is_far && close == 0 {
+                    return Err(format!("token {position}: logits off by {off:.2e} of {largest:.2e}"));
+                }
+                worst = worst.max(off / largest);
+                (alike, far) = (alike + 1, far + usize::from(is_far));
                 continue;
             };
             let row = &routers[layer][position * n_experts..][..n_experts];
@@ -458,16 +466,8 @@ mod with_gpu {
             }
             close += 1;
         }
-        let alike = positions - close;
         if 2 * alike < positions {
             return Err(format!("{alike} of {positions} tokens have the processor's experts"));
-        }
-        let mut worst = 0f32;
-        let mut far = 0;
-        for (got, expected) in got_alike.chunks(vocab_size).zip(expected_alike.chunks(vocab_size)) {
-            let (off, largest) = distance(got, expected);
-            worst = worst.max(off / largest);
-            far += usize::from(off > TOLERANCE * largest || off.is_nan());
         }
         let what = format!(
             "off by {worst:.1e} of the largest; of {positions} tokens {close} had experts too close to call, {far} are \

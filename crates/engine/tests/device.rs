@@ -8,12 +8,11 @@
 mod common;
 
 use std::cell::Cell;
-use std::sync::{Arc, LazyLock};
 
+use common::device::{has_device, on_gpu, run};
 use common::{bits, observe, open, options, write_tiny};
 use smoe_engine::plan::RingSize;
-use smoe_engine::{Control, DeviceChoice, Engine, EngineError, EngineOptions, Session};
-use smoe_gpu::{Gpu, GpuError, Software};
+use smoe_engine::{Control, Engine, EngineError, Session};
 use smoe_testkit::TinyModel;
 
 /// Encodings of experts and backbone, and the largest difference that may be seen, as a part of the largest logit.
@@ -24,21 +23,6 @@ const ENCODINGS: [(&str, &str, f32); 3] = [
     ("q4/32,q8/128,q3a/64", "q8/64", 0.03),
     ("mxfp4/32,mxfp4/32,iq4_nl/64", "q8/64", 0.03),
 ];
-
-/// All tests share one device, and its compiled kernels.
-fn has_device() -> bool {
-    static DEVICE: LazyLock<Result<Arc<Gpu>, GpuError>> =
-        LazyLock::new(|| Gpu::shared(None, Software::Accept));
-    match &*DEVICE {
-        Ok(gpu) => eprintln!("on {}", gpu.facts()),
-        Err(error) => eprintln!("SKIPPED: {error}"),
-    }
-    DEVICE.is_ok()
-}
-
-fn on_gpu(options: &EngineOptions, slots: Option<usize>) -> EngineOptions {
-    EngineOptions { device: DeviceChoice::Gpu(None), device_slots: slots, ..options.clone() }
-}
 
 /// The models that have GPU kernels, and whether those of the others are refused by name.
 fn models(seed: u64) -> Vec<TinyModel> {
@@ -90,19 +74,6 @@ fn logits_are_the_processors_within_the_tolerance() {
             }
         }
     }
-}
-
-/// Logits after the prompt and after each further token.
-fn run(engine: &mut Engine, prompt: &[u32], further: &[u32]) -> Vec<u32> {
-    let mut session = engine.open_session().unwrap();
-    let mut out = Vec::new();
-    engine.sync(&mut session, prompt, &mut Control::default()).unwrap();
-    out.extend(bits(session.logits()));
-    for &token in further {
-        engine.decode(&mut session, token, &mut Control::default()).unwrap();
-        out.extend(bits(session.logits()));
-    }
-    out
 }
 
 #[test]

@@ -5,7 +5,7 @@ mod common;
 
 use std::sync::atomic::AtomicBool;
 
-use common::{greedy, observe, open, options, sculpted, sculpted_by, write_tiny};
+use common::{greedy, meets_golden, observe, open, options, sculpted, sculpted_by, write_tiny};
 use smoe_engine::plan::RingSize;
 use smoe_engine::{EngineOptions, KvType};
 use smoe_format::{Encoding, ModelSpec, Table};
@@ -26,14 +26,7 @@ fn sixteen_bit_vaults_meet_the_goldens() {
         let Some((_dir, vault)) = sculpted(family, 16, BackboneBits::Bf16) else { continue };
         let golden = Golden::of(family).unwrap();
         let mut engine = open(&vault, &options(RingSize::Auto, 64, 2));
-        for (i, prompt) in golden.prompts.iter().enumerate() {
-            let got = observe(&mut engine, &prompt.tokens);
-            let report = compare(&golden, i, &got.logits, Some(&got.hidden), Some(&got.router), &vault.spec);
-            eprintln!("{family} {i}: {report}");
-            report.assert_passes();
-            let tokens = greedy(&mut engine, &prompt.tokens, prompt.greedy.len());
-            compare_greedy(&tokens, &prompt.greedy).assert_passes();
-        }
+        meets_golden(&mut engine, &golden, &vault.spec);
     }
 }
 

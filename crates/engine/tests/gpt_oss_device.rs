@@ -8,33 +8,15 @@
 mod common;
 
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, LazyLock};
 
-use common::{bits, greedy, job, observe, open, options, sculpted, write_tiny};
+use common::device::{has_device, on_gpu, run_in};
+use common::{bits, greedy, job, meets_golden, observe, open, options, sculpted, write_tiny};
 use smoe_engine::plan::RingSize;
-use smoe_engine::{
-    Control, DeviceChoice, Driver, Engine, EngineOptions, KvType, Scheduler, SchedulerOptions, Vault,
-};
+use smoe_engine::{Control, Driver, Engine, EngineOptions, KvType, Scheduler, SchedulerOptions, Vault};
 use smoe_format::{Encoding, FfnKind, Table};
-use smoe_gpu::{Gpu, GpuError, Software};
 use smoe_sculpt::{BackboneBits, Settings, sculpt};
 use smoe_testkit::mxfp4::pack_gpt_oss;
-use smoe_testkit::{Golden, TinyModel, compare, compare_greedy, shared_path};
-
-/// All tests share one device, and its compiled kernels.
-fn has_device() -> bool {
-    static DEVICE: LazyLock<Result<Arc<Gpu>, GpuError>> =
-        LazyLock::new(|| Gpu::shared(None, Software::Accept));
-    match &*DEVICE {
-        Ok(gpu) => eprintln!("on {}", gpu.facts()),
-        Err(error) => eprintln!("SKIPPED: {error}"),
-    }
-    DEVICE.is_ok()
-}
-
-fn on_gpu(options: &EngineOptions, slots: Option<usize>) -> EngineOptions {
-    EngineOptions { device: DeviceChoice::Gpu(None), device_slots: slots, ..options.clone() }
-}
+use smoe_testkit::{Golden, TinyModel, shared_path};
 
 /// Layers that see 24 positions and layers that see all, by turns; 40 experts, heads of 64.
 fn model(seed: u64) -> TinyModel {
@@ -54,16 +36,10 @@ fn settings(ring: RingSize, chunk: usize) -> EngineOptions {
     options
 }
 
-/// Logits after the prompt and after each further token.
+/// Logits after the prompt and after each further token, of a session that is closed then.
 fn run(engine: &mut Engine, prompt: &[u32], further: &[u32]) -> Vec<u32> {
     let mut session = engine.open_session().unwrap();
-    let mut out = Vec::new();
-    engine.sync(&mut session, prompt, &mut Control::default()).unwrap();
-    out.extend(bits(session.logits()));
-    for &token in further {
-        engine.decode(&mut session, token, &mut Control::default()).unwrap();
-        out.extend(bits(session.logits()));
-    }
+    let out = run_in(engine, &mut session, prompt, further);
     engine.close(session, false);
     out
 }
@@ -238,14 +214,7 @@ fn the_fixture_meets_the_reference_on_a_device() {
     let mut options = on_gpu(&options(RingSize::Auto, 64, 2), None);
     options.plan.kv = Some(KvType::F32);
     let mut engine = open(&vault, &options);
-    for (i, prompt) in golden.prompts.iter().enumerate() {
-        let got = observe(&mut engine, &prompt.tokens);
-        let report = compare(&golden, i, &got.logits, Some(&got.hidden), Some(&got.router), &vault.spec);
-        eprintln!("{i}: {report}");
-        report.assert_passes();
-        let tokens = greedy(&mut engine, &prompt.tokens, prompt.greedy.len());
-        compare_greedy(&tokens, &prompt.greedy).assert_passes();
-    }
+    meets_golden(&mut engine, &golden, &vault.spec);
 }
 
 /// GPT-OSS as it is published: experts in MXFP4, everything else in bf16.

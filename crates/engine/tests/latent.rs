@@ -8,29 +8,12 @@
 
 mod common;
 
-use std::sync::{Arc, LazyLock};
-
-use common::{bits, greedy, observe, open, options, sculpted, write_tiny};
+use common::device::{has_device, on_gpu, run};
+use common::{bits, greedy, meets_golden, observe, open, options, sculpted, write_tiny};
 use smoe_engine::plan::RingSize;
-use smoe_engine::{Control, DeviceChoice, Engine, EngineError, EngineOptions, KvType};
-use smoe_gpu::{Gpu, GpuError, Software};
+use smoe_engine::{Control, Engine, EngineError, EngineOptions, KvType};
 use smoe_sculpt::BackboneBits;
-use smoe_testkit::{Golden, TinyModel, compare, compare_greedy};
-
-/// All tests share one device, and its compiled kernels.
-fn has_device() -> bool {
-    static DEVICE: LazyLock<Result<Arc<Gpu>, GpuError>> =
-        LazyLock::new(|| Gpu::shared(None, Software::Accept));
-    match &*DEVICE {
-        Ok(gpu) => eprintln!("on {}", gpu.facts()),
-        Err(error) => eprintln!("SKIPPED: {error}"),
-    }
-    DEVICE.is_ok()
-}
-
-fn on_gpu(options: &EngineOptions, slots: Option<usize>) -> EngineOptions {
-    EngineOptions { device: DeviceChoice::Gpu(None), device_slots: slots, ..options.clone() }
-}
+use smoe_testkit::{Golden, TinyModel};
 
 /// More positions than two splits of attention have.
 const CONTEXT: usize = 320;
@@ -39,19 +22,6 @@ fn long(chunk: usize) -> EngineOptions {
     let mut options = options(RingSize::Auto, chunk, 1);
     options.plan.context = Some(CONTEXT);
     options
-}
-
-/// Logits after the prompt and after each further token.
-fn run(engine: &mut Engine, prompt: &[u32], further: &[u32]) -> Vec<u32> {
-    let mut session = engine.open_session().unwrap();
-    let mut out = Vec::new();
-    engine.sync(&mut session, prompt, &mut Control::default()).unwrap();
-    out.extend(bits(session.logits()));
-    for &token in further {
-        engine.decode(&mut session, token, &mut Control::default()).unwrap();
-        out.extend(bits(session.logits()));
-    }
-    out
 }
 
 #[test]
@@ -64,14 +34,7 @@ fn sixteen_bit_vaults_meet_the_goldens() {
         let Some((_dir, vault)) = sculpted(family, 16, BackboneBits::Bf16) else { continue };
         let golden = Golden::of(family).unwrap();
         let mut engine = open(&vault, &on_gpu(&options(RingSize::Auto, 64, 2), None));
-        for (i, prompt) in golden.prompts.iter().enumerate() {
-            let got = observe(&mut engine, &prompt.tokens);
-            let report = compare(&golden, i, &got.logits, Some(&got.hidden), Some(&got.router), &vault.spec);
-            eprintln!("{family} {i}: {report}");
-            report.assert_passes();
-            let tokens = greedy(&mut engine, &prompt.tokens, prompt.greedy.len());
-            compare_greedy(&tokens, &prompt.greedy).assert_passes();
-        }
+        meets_golden(&mut engine, &golden, &vault.spec);
     }
 }
 

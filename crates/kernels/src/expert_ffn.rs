@@ -288,10 +288,10 @@ pub fn expert_ffn(
             let (mut gate, mut up) = unsafe {
                 (gates.shard(start, n, d_ff, rows.clone()), ups.shard(start, n, d_ff, rows.clone()))
             };
-            kernels.begin(call.up.rows_from(rows.start));
+            kernels.prefetch(call.up.rows_from(rows.start));
             multiply(kernels, &call.gate, rows.clone(), operand(e, &call.gate), &mut gate);
             if let Some(next) = experts.get((task + 1) / parts) {
-                kernels.begin(next.gate.rows_from((task + 1) % parts * rows_each));
+                kernels.prefetch(next.gate.rows_from((task + 1) % parts * rows_each));
             }
             multiply(kernels, &call.up, rows.clone(), operand(e, &call.up), &mut up);
             for token in 0..n {
@@ -333,7 +333,7 @@ pub fn expert_ffn(
         // SAFETY: each task has its own expert's own rows.
         let mut out = unsafe { out.shard(first * d_model, n, d_model, rows.clone()) };
         if let Some(next) = experts.get((task + 1) / parts) {
-            kernels.begin(next.down.rows_from((task + 1) % parts * rows_each));
+            kernels.prefetch(next.down.rows_from((task + 1) % parts * rows_each));
         }
         multiply(kernels, &call.down, rows.clone(), x, &mut out);
         if let Some(bias) = call.bias {

@@ -34,9 +34,9 @@ impl Op for Stream<'_> {
 /// Bytes that are asked for ahead of time: as far ahead as the products' own prefetches reach, which do not cover them.
 const BEGINNING: usize = 8192;
 
-struct Begin<'a>(&'a [u8]);
+struct Prefetch<'a>(&'a [u8]);
 
-impl Op for Begin<'_> {
+impl Op for Prefetch<'_> {
     type Out = ();
 
     fn scalar(self) {}
@@ -52,8 +52,8 @@ impl Op for Begin<'_> {
 impl Kernels {
     /// Asks for the beginning of weights that a product takes soon. A product's own prefetches begin where it does, so
     /// that without this it waits for its first lines one after the other (EXP-KERNEL-14).
-    pub(crate) fn begin(self, bytes: &[u8]) {
-        self.run(Begin(bytes));
+    pub(crate) fn prefetch(self, bytes: &[u8]) {
+        self.run(Prefetch(bytes));
     }
 
     /// Reads `bytes` once, front to back, with the widest loads and prefetches of the products, and returns a

@@ -1,6 +1,10 @@
 //! What the engine's tests share: vaults, engines of every setting, and a recording observer.
 #![allow(dead_code, reason = "each test binary uses its own part")]
 #![allow(clippy::unwrap_used, reason = "a test stops at the first surprise")]
+#![allow(clippy::print_stderr, reason = "what is skipped, and what was compared, is said")]
+
+#[cfg(feature = "gpu")]
+pub mod device;
 
 use std::ops::ControlFlow;
 use std::path::Path;
@@ -11,8 +15,10 @@ use smoe_engine::plan::{PlanRequest, RingSize};
 use smoe_engine::{
     Control, Ended, Engine, EngineOptions, Event, Job, Limits, Observer, Sampler, Sampling, Vault,
 };
+use smoe_format::ModelSpec;
 use smoe_sculpt::{BackboneBits, Progress, Recipe, Settings, sculpt};
 use smoe_testkit::fixtures::fixture;
+use smoe_testkit::{Golden, compare, compare_greedy};
 use tempfile::TempDir;
 
 struct Quiet;
@@ -189,4 +195,16 @@ pub fn write_tiny(dir: &Path, model: &smoe_testkit::TinyModel, experts: &str, ba
     let kind = |i: usize| kinds[i.min(kinds.len() - 1)];
     model.write_vault(dir, [kind(0), kind(1), kind(2)], backbone.parse().unwrap());
     Vault::open(dir).unwrap()
+}
+
+/// Asserts that an engine has the logits, hidden states, router logits and greedy tokens of a reference.
+pub fn meets_golden(engine: &mut Engine, golden: &Golden, spec: &ModelSpec) {
+    for (i, prompt) in golden.prompts.iter().enumerate() {
+        let got = observe(engine, &prompt.tokens);
+        let report = compare(golden, i, &got.logits, Some(&got.hidden), Some(&got.router), spec);
+        eprintln!("{} {i}: {report}", spec.model_type);
+        report.assert_passes();
+        let tokens = greedy(engine, &prompt.tokens, prompt.greedy.len());
+        compare_greedy(&tokens, &prompt.greedy).assert_passes();
+    }
 }

@@ -1,0 +1,41 @@
+//! What the tests of a GPU share.
+
+use std::sync::{Arc, LazyLock};
+
+use smoe_engine::{Control, DeviceChoice, Engine, EngineOptions, Session};
+use smoe_gpu::{Gpu, GpuError, Software};
+
+use super::bits;
+
+/// All tests share one device, and its compiled kernels; false, said aloud, where there is none.
+pub fn has_device() -> bool {
+    static DEVICE: LazyLock<Result<Arc<Gpu>, GpuError>> =
+        LazyLock::new(|| Gpu::shared(None, Software::Accept));
+    match &*DEVICE {
+        Ok(gpu) => eprintln!("on {}", gpu.facts()),
+        Err(error) => eprintln!("SKIPPED: {error}"),
+    }
+    DEVICE.is_ok()
+}
+
+pub fn on_gpu(options: &EngineOptions, slots: Option<usize>) -> EngineOptions {
+    EngineOptions { device: DeviceChoice::Gpu(None), device_slots: slots, ..options.clone() }
+}
+
+/// Logits of a session after the prompt and after each further token.
+pub fn run_in(engine: &mut Engine, session: &mut Session, prompt: &[u32], further: &[u32]) -> Vec<u32> {
+    let mut out = Vec::new();
+    engine.sync(session, prompt, &mut Control::default()).unwrap();
+    out.extend(bits(session.logits()));
+    for &token in further {
+        engine.decode(session, token, &mut Control::default()).unwrap();
+        out.extend(bits(session.logits()));
+    }
+    out
+}
+
+/// Those of a session of its own.
+pub fn run(engine: &mut Engine, prompt: &[u32], further: &[u32]) -> Vec<u32> {
+    let mut session = engine.open_session().unwrap();
+    run_in(engine, &mut session, prompt, further)
+}
