@@ -21,7 +21,7 @@ use smoe_store::FileDisk;
 
 use super::machine;
 use super::record::{Record, median, rounded};
-use super::runs::{Bench, DECODE, Run, Stretch};
+use super::runs::{Bench, DECODE, KernelProfile, Run, Stretch};
 use crate::failure::Failure;
 
 /// For how long the disk is read at each depth.
@@ -314,13 +314,15 @@ pub fn record(vault: &Vault, bench: &Bench, ceilings: &Ceilings, facts: &Facts) 
     record
 }
 
-/// What the device's kernels take of a decoded token, by its own clock: microseconds, and runs.
-pub fn device_kernels(record: &mut Record, kernels: Vec<(String, f64, f64)>) {
-    let all: f64 = kernels.iter().map(|kernel| kernel.1).sum();
-    let list: Map<String, Value> =
-        kernels.into_iter().map(|(name, us, runs)| (name, json!([rounded(us), rounded(runs)]))).collect();
-    record.set("device_kernels_us", rounded(all));
-    record.set("device_kernels_us_and_runs", list);
+/// What the device's kernels take of a decoded token, and of a prompt of 512, by its own clock: microseconds, and runs.
+pub fn device_kernels(record: &mut Record, profiles: [KernelProfile; 2]) {
+    for (kernels, what) in profiles.into_iter().zip(["device", "device_prefill_512"]) {
+        let all: f64 = kernels.iter().map(|kernel| kernel.1).sum();
+        let list: Map<String, Value> =
+            kernels.into_iter().map(|(name, us, runs)| (name, json!([rounded(us), rounded(runs)]))).collect();
+        record.set(&format!("{what}_kernels_us"), rounded(all));
+        record.set(&format!("{what}_kernels_us_and_runs"), list);
+    }
 }
 
 /// A figure of each run's decoding against what the machine could do around it.
