@@ -384,6 +384,7 @@ impl KvCache {
                     if let Some(windows) = &mut self.windows {
                         windows.agree(seq, i, other);
                     }
+                    self.note_window(other);
                     self.release(id);
                 }
                 Some(_) => {}
@@ -484,19 +485,36 @@ impl KvCache {
     }
 
     fn insert(&mut self, id: u32, node: Node) {
-        if let Some(spill) = self.spill.as_mut().filter(|_| !node.saved) {
-            let tree = &self.tree;
-            let is_unsaved =
-                |id, key| tree.node(id).is_some_and(|node: &Node| node.key == key && !node.saved);
-            spill.note_unsaved(id, node.key, self.pool.len(), is_unsaved);
+        if !node.saved {
+            self.note_unsaved(id, node.key);
         }
         self.tree.insert(id, node);
+    }
+
+    fn note_unsaved(&mut self, id: u32, key: Key) {
+        let Some(spill) = &mut self.spill else { return };
+        let tree = &self.tree;
+        let is_unsaved = |id, key| tree.node(id).is_some_and(|node: &Node| node.key == key && !node.saved);
+        spill.note_unsaved(id, key, self.pool.len(), is_unsaved);
     }
 
     /// A block can be found with a sequence's block of windowed layers.
     fn join(&mut self, seq: SeqId, index: usize, id: u32) {
         if let Some(windows) = &mut self.windows {
             windows.join(windows.table(seq)[index], id);
+        }
+        self.note_window(id);
+    }
+
+    /// A block that the file has without its window's is one for the file again, once that is there.
+    fn note_window(&mut self, id: u32) {
+        let has_window = self.windows.as_ref().is_some_and(|windows| windows.of(id).is_some());
+        let (Some(spill), true) = (&self.spill, has_window) else { return };
+        let is_short = |node: &&mut Node| node.saved && spill.lacks_window(node.parent, node.key);
+        if let Some(node) = self.tree.node_mut(id).filter(is_short) {
+            node.saved = false;
+            let key = node.key;
+            self.note_unsaved(id, key);
         }
     }
 
