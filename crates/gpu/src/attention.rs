@@ -33,7 +33,7 @@ const PER_KV: usize = 16;
 /// Tokens from which on several of them share a workgroup: there are enough workgroups then.
 const TILED: usize = 16;
 /// Workgroups below which each query head has one of its own: a card has more room, and what a head takes is short.
-pub(crate) const FEW_WORKGROUPS: usize = 128;
+const FEW_WORKGROUPS: usize = 128;
 /// Storage buffers that every device binds at once.
 const BINDINGS: usize = 8;
 /// Workgroups along an axis of a grid.
@@ -135,7 +135,7 @@ impl<'a> Ending<'a> {
     }
 
     /// Columns of a group of the outputs.
-    fn group(&self) -> usize {
+    pub(crate) fn group(&self) -> usize {
         self.outputs.coded.map_or(64, |coded| coded.group)
     }
 

@@ -46,7 +46,9 @@ pub use float::FloatMatmul;
 pub use heads::{HeadColumns, HeadInput, HeadMatmul, HeadPlane, HeadTurn};
 pub use hidden::Hidden;
 pub use import::{Keep, Segments};
-pub use latent::{LatentAppend, LatentAttention, LatentInput, LatentLayout, LatentNorm, LatentQueries};
+pub use latent::{
+    LatentAppend, LatentAttention, LatentCut, LatentInput, LatentLayout, LatentNorm, LatentQueries,
+};
 pub use memory::{Arena, Fork, Slice};
 pub use norm::{Delta, Embed, Halt, MixNorm, NormOutputs, Shared};
 pub use normed::{NormInput, NormMatmul};

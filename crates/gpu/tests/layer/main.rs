@@ -21,7 +21,7 @@ use smoe_format::{Encoding, Uniform, Zero};
 use smoe_gpu::{
     Angles, Argmax, Attention, AttentionHeads, AttentionOutputs, AttentionScratch, CodedMatmul, CodedPlane,
     Columns, Delta, Embed, FloatMatmul, Gpu, Halt, HeadColumns, HeadInput, HeadMatmul, HeadPlane, HeadTurn,
-    KV_BLOCK, KvFormat, KvLayout, Lanes, LatentAppend, LatentAttention, LatentInput, LatentLayout,
+    KV_BLOCK, KvFormat, KvLayout, Lanes, LatentAppend, LatentAttention, LatentCut, LatentInput, LatentLayout,
     LatentNorm, LatentQueries, MixNorm, NormInput, NormMatmul, NormOutputs, Projections, QkNorm, RopeAppend,
     RopeInput, RopePairs, Route, RouteInputs, RouteOutputs, RouterNorm, Rows, Shared, Slice, Step, Tuning,
     Weights, WorkList,

@@ -103,13 +103,13 @@ pub(super) struct Latent {
 }
 
 impl Latent {
-    /// Records it for tokens that see at most `visible` positions.
-    pub(super) fn record(&self, step: &mut Step, tokens: usize, visible: usize) {
+    /// Records it for tokens that see at most `visible` positions, all below `end`.
+    pub(super) fn record(&self, step: &mut Step, tokens: usize, visible: usize, end: usize) {
         self.append.record(step, tokens);
         self.q.iter().for_each(|product| product.record(step, tokens));
         self.input.record(step, tokens);
         self.k_up.record(step, tokens);
-        self.attention.record(step, tokens, visible);
+        self.attention.record(step, tokens, visible, end);
         self.latents.iter().for_each(|input| input.record(step, tokens));
         self.v_up.record(step, tokens);
         self.quantise.iter().for_each(|quantise| quantise.record(step, tokens));

@@ -260,7 +260,7 @@ impl GpuBackend {
                 rope.record(step, tokens);
                 attention.record(step, tokens, seen, visible);
             }
-            Mixer::Latent(latent) => latent.record(step, tokens, seen),
+            Mixer::Latent(latent) => latent.record(step, tokens, seen, visible),
         }
         ops.o.iter().for_each(|product| product.record(step, tokens));
         if leaves {
