@@ -12,7 +12,8 @@ use crate::{CodedPlane, Gpu, GpuError, Slice, Step};
 const ATTENTION: &str = include_str!("wgsl/attention.wgsl");
 const TURNED: &str = include_str!("wgsl/attention_turned.wgsl");
 const TURNS: &str = include_str!("wgsl/attention_turns.wgsl");
-const COMBINE: &str = include_str!("wgsl/attention_combine.wgsl");
+const COMBINE: &str =
+    concat!(include_str!("wgsl/attention_join.wgsl"), include_str!("wgsl/attention_combine.wgsl"));
 
 /// Positions of a split.
 pub(crate) const SPLIT: usize = 128;
@@ -183,7 +184,6 @@ impl<'a> Ending<'a> {
             .float(group, team)
             .constant("HEADS", self.n_heads)
             .constant("VALUE_DIM", value_dim)
-            .constant("AT_ONCE", if value_dim.is_multiple_of(group) { group / (4 * team) } else { 1 })
             .text(COMBINE)
             .buffer("rows", "vec4<u32>", Access::Read, rows.rows)
             .buffer("sums", "vec4<f32>", Access::Read, &scratch.sums)

@@ -164,16 +164,11 @@ impl LatentAppend {
         rows: Rows<'_>,
         cache: &Slice,
     ) -> Result<Self, GpuError> {
-        let LatentInput { plane, stride, kv_at, queries, norm, angles } = input;
-        let LatentLayout { format, kv_rank, rope_dim, .. } = kv;
+        let LatentInput { plane, stride, queries, norm, angles, .. } = input;
+        let LatentLayout { kv_rank, rope_dim, .. } = kv;
         let q_rank = queries.map_or(0, |queries| queries.rank);
-        kv.check(cache);
-        assert!(kv.is_able(q_rank), "{kv:?}, {q_rank}");
         demand(plane, tokens * stride, "projections");
-        assert!(kv_at + kv.key_dim() <= stride, "columns {kv_at} + {} of {stride}", kv.key_dim());
         demand(rows.rows, 4 * tokens, "rows");
-        demand(norm.weights, kv_rank + q_rank, "norms of latents");
-        assert_eq!(angles.dim, rope_dim, "elements that are turned");
         demand(angles.table, angles.positions * angles.dim, "angles");
         let coded = queries.and_then(|queries| queries.coded);
         let group = coded.map_or(64, |coded| coded.group);
@@ -185,19 +180,13 @@ impl LatentAppend {
             .constant("KEY_DIM", kv.key_dim())
             .constant("HALF", rope_dim / 2)
             .constant("STRIDE", stride)
-            .constant("KV_AT", kv_at)
-            .constant("TYPE", format.number())
-            .constant("ROW_WORDS", kv.row_bytes() / 4)
             .flag("INTERLEAVED", angles.pairs == RopePairs::Neighbours)
             .buffer("plane", "f32", Access::Read, plane)
             .buffer("rows", "vec4<u32>", Access::Read, rows.rows)
-            .buffer("tables", "u32", Access::Read, rows.tables)
             .buffer("angles", "vec2<f32>", Access::Read, angles.table)
-            .buffer("norms", "f32", Access::Read, norm.weights)
-            .buffer("cache", "u32", Access::Write, cache)
             .text(include_str!("wgsl/rope_pairs.wgsl"))
-            .text(include_str!("wgsl/latent_append.wgsl"))
-            .text(include_str!("wgsl/rope_store.wgsl"));
+            .text(include_str!("wgsl/latent_append.wgsl"));
+        draft = bind_row(draft, kv, input, rows, cache);
         draft = match queries {
             None => draft.text("fn queries(token: u32, lane: u32) {}\n"),
             Some(LatentQueries { rank, at, plane, coded }) => {
@@ -234,6 +223,32 @@ impl LatentAppend {
         assert!(tokens <= self.tokens, "{tokens} tokens of {}", self.tokens);
         step.run(&self.op, &[self.eps.to_bits()], [self.parts, tokens as u32, 1]);
     }
+}
+
+/// What latent_row.wgsl needs of its own, and its text.
+pub(crate) fn bind_row<'a>(
+    draft: Draft<'a>,
+    kv: LatentLayout,
+    input: LatentInput<'a>,
+    rows: Rows<'a>,
+    cache: &'a Slice,
+) -> Draft<'a> {
+    let LatentInput { stride, kv_at, queries, norm, angles, .. } = input;
+    let q_rank = queries.map_or(0, |queries| queries.rank);
+    kv.check(cache);
+    assert!(kv.is_able(q_rank), "{kv:?}, {q_rank}");
+    assert!(kv_at + kv.key_dim() <= stride, "columns {kv_at} + {} of {stride}", kv.key_dim());
+    assert_eq!(angles.dim, kv.rope_dim, "elements that are turned");
+    demand(norm.weights, kv.kv_rank + q_rank, "norms of latents");
+    draft
+        .constant("KV_AT", kv_at)
+        .constant("TYPE", kv.format.number())
+        .constant("ROW_WORDS", kv.row_bytes() / 4)
+        .buffer("tables", "u32", Access::Read, rows.tables)
+        .buffer("norms", "f32", Access::Read, norm.weights)
+        .buffer("cache", "u32", Access::Write, cache)
+        .text(include_str!("wgsl/latent_row.wgsl"))
+        .text(include_str!("wgsl/rope_store.wgsl"))
 }
 
 /// Attention of heads that share one row a position, each token over the positions that its row says: scores over the whole row,
@@ -352,6 +367,24 @@ impl LatentAttention {
     /// # Panics
     /// If there are more tokens than it was made for, or one of them needs more room than the scratch has.
     pub fn record(&self, step: &mut Step, tokens: usize, visible: usize, end: usize) {
+        self.run(step, tokens, visible, end, false);
+    }
+
+    /// Whether positions below `end` are one split, of which few tokens get their outputs at once.
+    #[must_use]
+    pub fn is_whole(&self, end: usize) -> bool {
+        end <= SPLIT && !self.wholes.is_empty()
+    }
+
+    /// The same for one token whose splits [`LatentExit`](crate::LatentExit) joins: they stay in the scratch.
+    ///
+    /// # Panics
+    /// As there.
+    pub fn record_splits(&self, step: &mut Step, visible: usize, end: usize) {
+        self.run(step, 1, visible, end, true);
+    }
+
+    fn run(&self, step: &mut Step, tokens: usize, visible: usize, end: usize, apart: bool) {
         assert!(tokens <= self.tokens, "{tokens} tokens of {}", self.tokens);
         let splits = splits_of(visible).min(end.div_ceil(SPLIT));
         let at_once = (self.room / splits.max(1)).min(GRID);
@@ -359,7 +392,7 @@ impl LatentAttention {
         let (scale, low) = (self.scale.to_bits(), f32::NEG_INFINITY.to_bits());
         let workgroups = |heads: usize| self.heads.div_ceil(heads);
         let fits = |(heads, _): &&(usize, Op)| tokens * splits * workgroups(*heads) <= AT_ONCE;
-        if let Some((heads, op)) = self.wholes.iter().find(fits).filter(|_| splits == 1) {
+        if let Some((heads, op)) = self.wholes.iter().find(fits).filter(|_| splits == 1 && !apart) {
             step.run(op, &[0, 1, scale, low], [1, workgroups(*heads) as u32, tokens as u32]);
             return;
         }
@@ -369,6 +402,9 @@ impl LatentAttention {
             let n = (tokens - first).min(at_once);
             let words = [first as u32, splits as u32, scale, low];
             step.run(op, &words, [splits as u32, workgroups(*heads) as u32, n as u32]);
+            if apart {
+                return;
+            }
             let words = [first as u32, splits as u32, low];
             step.run(&self.combine, &words, [self.parts as u32, n as u32, 1]);
             first += n;
