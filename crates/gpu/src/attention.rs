@@ -12,7 +12,8 @@ use crate::{CodedPlane, Gpu, GpuError, Slice, Step};
 const ATTENTION: &str = include_str!("wgsl/attention.wgsl");
 const TURNED: &str = include_str!("wgsl/attention_turned.wgsl");
 const TURNS: &str = include_str!("wgsl/attention_turns.wgsl");
-const COMBINE: &str = include_str!("wgsl/attention_combine.wgsl");
+const COMBINE: &str =
+    concat!(include_str!("wgsl/attention_join.wgsl"), include_str!("wgsl/attention_combine.wgsl"));
 
 /// Positions of a split.
 pub(crate) const SPLIT: usize = 128;
@@ -33,7 +34,7 @@ const PER_KV: usize = 16;
 /// Tokens from which on several of them share a workgroup: there are enough workgroups then.
 const TILED: usize = 16;
 /// Workgroups below which each query head has one of its own: a card has more room, and what a head takes is short.
-pub(crate) const FEW_WORKGROUPS: usize = 128;
+const FEW_WORKGROUPS: usize = 128;
 /// Storage buffers that every device binds at once.
 const BINDINGS: usize = 8;
 /// Workgroups along an axis of a grid.
@@ -135,7 +136,7 @@ impl<'a> Ending<'a> {
     }
 
     /// Columns of a group of the outputs.
-    fn group(&self) -> usize {
+    pub(crate) fn group(&self) -> usize {
         self.outputs.coded.map_or(64, |coded| coded.group)
     }
 
@@ -183,7 +184,6 @@ impl<'a> Ending<'a> {
             .float(group, team)
             .constant("HEADS", self.n_heads)
             .constant("VALUE_DIM", value_dim)
-            .constant("AT_ONCE", if value_dim.is_multiple_of(group) { group / (4 * team) } else { 1 })
             .text(COMBINE)
             .buffer("rows", "vec4<u32>", Access::Read, rows.rows)
             .buffer("sums", "vec4<f32>", Access::Read, &scratch.sums)

@@ -5,7 +5,7 @@
 use smoe_format::tile::ROWS;
 use smoe_format::{Encoding, Uniform};
 
-use crate::cut::{Cut, Tuning};
+use crate::cut::{Cut, OWN_ROW, Tuning, can_own};
 use crate::quantise::{GRID, QUANTISE, Repeated, assert_plane, source, text, tile_constants};
 use crate::{Access, CodedPlane, Gpu, GpuError, Op, Shader, Slice, Step};
 
@@ -232,6 +232,55 @@ impl CodedMatmul {
         let runs = self.rows.div_ceil(ROWS).div_ceil(*blocks as usize) as u32;
         let grid = [runs, (tokens as u32).div_ceil(PASSES[pass]), 1];
         step.run(op, &words.map(|word| word as u32), grid);
+    }
+}
+
+/// `out[offset + r] = sum over k of W[r, k] * x[k]` for coded weights and one f32 row, which each workgroup quantises for itself: of one token, in
+/// one dispatch, with the bits of [`Quantise`](crate::Quantise) and [`CodedMatmul`].
+#[derive(Clone, Debug)]
+pub struct OwnMatmul {
+    op: Op,
+    words: [u32; 6],
+    workgroups: u32,
+}
+
+impl OwnMatmul {
+    /// None if a row is more than a workgroup is to share.
+    ///
+    /// # Errors
+    /// If the device refuses the kernel.
+    ///
+    /// # Panics
+    /// If the weights have no codes, `x` is too short, or the output has no room.
+    pub fn new(gpu: &Gpu, weights: &Weights, x: &Slice, out: &Columns) -> Result<Option<Self>, GpuError> {
+        let (uniform, rows, cols) = (weights.tiles(), weights.rows, weights.cols);
+        if !can_own(gpu, uniform, cols) {
+            return Ok(None);
+        }
+        assert_plane(x, 1, cols);
+        out.assert_room(1, rows);
+        assert!(rows.div_ceil(ROWS) <= GRID, "the grid");
+        let groups = uniform.groups(cols);
+        let tuning = Tuning::of(gpu, weights.encoding, rows.div_ceil(ROWS), groups, 1);
+        let CodedOp { op, blocks } = CodedOp::new(
+            gpu,
+            "coded product of a row",
+            weights.encoding,
+            Cut::owning(gpu, uniform, cols, tuning),
+            (rows, cols),
+            1,
+            &[("OUT", 2)],
+            &[OWN_ROW, include_str!("wgsl/coded_matmul.wgsl")],
+            &[Access::Write],
+            &[&weights.slice, x, &out.plane],
+        )?;
+        let words = [rows, groups, blocks as usize, 1, out.stride, out.offset].map(|word| word as u32);
+        Ok(Some(Self { op, words, workgroups: rows.div_ceil(ROWS).div_ceil(blocks as usize) as u32 }))
+    }
+
+    /// Records it.
+    pub fn record(&self, step: &mut Step) {
+        step.run(&self.op, &self.words, [self.workgroups, 1, 1]);
     }
 }
 

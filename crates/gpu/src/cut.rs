@@ -17,6 +17,8 @@ const MANY_BLOCKS: usize = 512;
 const SOME_BLOCKS: usize = 160;
 const LONG: usize = 48;
 const OWN_X: &str = include_str!("wgsl/coded_own_x.wgsl");
+/// Rows that workgroups quantise, of a plane.
+pub(crate) const OWN_ROW: &str = include_str!("wgsl/coded_own_row.wgsl");
 /// Lanes of a wide tile.
 const WIDE: u32 = 32;
 /// Bytes that a workgroup shares for a group of the 32 rows of such: an integer and a factor each.
@@ -156,7 +158,7 @@ pub(crate) struct Cut {
 enum Operand {
     /// An int8 plane.
     Plane,
-    /// One f32 row that workgroups quantise themselves.
+    /// One f32 row that workgroups quantise themselves, and the kernel's other texts give.
     Own(Own),
     /// One int8 row that the kernel's other texts make, by workgroups, and so many bytes that they share for that.
     Made(Own, u32),
@@ -213,7 +215,8 @@ impl Cut {
         Self::over(gpu, uniform, pass, threads, if pass == 1 { lanes } else { Lanes::Four }, Operand::Plane)
     }
 
-    /// The same for one token whose f32 row workgroups quantise themselves: see [`can_own`].
+    /// The same for one token whose f32 row workgroups quantise themselves: see [`can_own`]. What gives it (`own_four`) is among the
+    /// kernel's other texts: [`OWN_ROW`], or one of its own.
     pub(crate) fn owning(gpu: &Gpu, uniform: Uniform, cols: usize, tuning: Tuning) -> Self {
         let cut = Self::new(gpu, uniform, 1, tuning);
         let (groups, group) = (uniform.groups(cols) as u32, uniform.group() as u32);

@@ -9,7 +9,7 @@ use smoe_format::tile::ROWS;
 use smoe_format::{Encoding, Uniform};
 
 use crate::coded::{CodedOp, pass_of, passes};
-use crate::cut::{Cut, Tuning, can_own};
+use crate::cut::{Cut, OWN_ROW, Tuning, can_own};
 use crate::float::FloatCut;
 use crate::hidden::LONE_PAIRS;
 use crate::hidden::{Lone, Values};
@@ -115,20 +115,20 @@ impl Projection {
                 let passes = passes(list.tokens)
                     .map(|pass| {
                         let blocks = tensor.rows.div_ceil(ROWS) * TIMES;
-                        let (cut, operands) = if let Some(values) = lone.filter(|_| pass == 1) {
+                        let (cut, operands, own) = if let Some(values) = lone.filter(|_| pass == 1) {
                             let tuning =
                                 tuning.unwrap_or_else(|| Tuning::of_lone_down(gpu, encoding, groups));
-                            (Cut::owning(gpu, uniform, tensor.cols, tuning), vec![slots, values])
+                            (Cut::owning(gpu, uniform, tensor.cols, tuning), vec![slots, values], OWN_ROW)
                         } else {
                             let tuning =
                                 tuning.unwrap_or_else(|| Tuning::of(gpu, encoding, blocks, groups, pass));
-                            (Cut::new(gpu, uniform, pass, tuning), vec![slots, &x.codes, &x.cells])
+                            (Cut::new(gpu, uniform, pass, tuning), vec![slots, &x.codes, &x.cells], "")
                         };
                         let at = operands.len() as u32;
                         let extra = [("LIST", at), ("OUT", at + 2), ("TOP_K", top_k), by_pair];
                         let Tail { bias, accesses, buffers } =
                             Tail::new(layout, projection, operands, list, out);
-                        let parts = [LIST, PRODUCT, &bias, CODED];
+                        let parts = [own, LIST, PRODUCT, &bias, CODED];
                         CodedOp::new(
                             gpu, name, encoding, cut, shape, TIMES, &extra, &parts, accesses, &buffers,
                         )

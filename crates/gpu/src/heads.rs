@@ -189,6 +189,24 @@ impl HeadInput {
     }
 }
 
+/// Rows of heads are short: no more threads than a block of them has lanes for (EXP-GPU-10, unmeasured).
+pub(crate) fn tuning_of_heads(
+    gpu: &Gpu,
+    encoding: Encoding,
+    blocks: usize,
+    groups: usize,
+    pass: u32,
+) -> Tuning {
+    let tuning = Tuning::of(gpu, encoding, blocks, groups, pass);
+    match tuning.lanes {
+        Lanes::Four => tuning,
+        Lanes::Wide(_) if groups < WIDE_GROUPS => Tuning { threads: 64, lanes: Lanes::Four },
+        Lanes::Wide(_) => {
+            Tuning { threads: (32 * groups as u32).next_power_of_two().min(256), lanes: Lanes::Wide(1) }
+        }
+    }
+}
+
 /// How a [`HeadMatmul`] multiplies.
 #[derive(Clone, Debug)]
 enum Form {
@@ -277,15 +295,7 @@ impl HeadMatmul {
         let (rows, cols, encoding): (_, _, Encoding) =
             (weights.rows() / heads, weights.cols(), weights.encoding());
         let groups = uniform.groups(cols);
-        let tuning = Tuning::of(gpu, encoding, weights.rows() / ROWS, groups, pass);
-        // Rows of heads are short: no more threads than a block of them has lanes for (EXP-GPU-10, unmeasured).
-        let tuning = match tuning.lanes {
-            Lanes::Four => tuning,
-            Lanes::Wide(_) if groups < WIDE_GROUPS => Tuning { threads: 64, lanes: Lanes::Four },
-            Lanes::Wide(_) => {
-                Tuning { threads: (32 * groups as u32).next_power_of_two().min(256), lanes: Lanes::Wide(1) }
-            }
-        };
+        let tuning = tuning_of_heads(gpu, encoding, weights.rows() / ROWS, groups, pass);
         CodedOp::new(
             gpu,
             "coded product of heads",

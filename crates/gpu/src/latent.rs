@@ -1,7 +1,7 @@
 //! Latent attention (DeepSeek-V2, 2024), its projections absorbed: what is remembered of a position is one row that all heads
 //! share. [`LatentAppend`] makes it, [`LatentAttention`] is attention over such rows.
 
-use crate::attention::{Ending, FEW_WORKGROUPS, GRID, SPLIT, splits_of};
+use crate::attention::{Ending, GRID, SPLIT, splits_of};
 use crate::norm::{Draft, demand, demand_coded};
 use crate::quantise::Repeated;
 use crate::rope::{Angles, KV_BLOCK, KvFormat, RopePairs, Rows};
@@ -14,11 +14,33 @@ const THREADS: usize = 128;
 const MAX_KV_RANK: usize = 4 * THREADS;
 /// Widest latent of queries, and widest row: they are shared by a workgroup, in what every device has.
 const MAX_WIDTH: usize = 3584;
-/// Heads of a workgroup: many, for which a row is read once, and few, where there are not enough workgroups otherwise. What a lane
-/// has of them is eight in either case.
-const TILES: [usize; 2] = [16, 8];
-/// Vectors of keys that are staged at once, where there is shared memory for them, and where there is not.
-const PARTS: [(usize, u32); 2] = [(8, 24 << 10), (4, 0)];
+/// Positions of a lane: one of each block of a split.
+const EACH: u32 = (SPLIT / KV_BLOCK) as u32;
+/// Least lanes side by side over a value: four positions of each of the others' have their weights side by side.
+const LEAST_COLUMNS: usize = 4;
+/// How heads are cut for workgroups, from few to many; the last is for any number (EXP-GPU-13).
+const CUTS: [LatentCut; 5] = [
+    LatentCut { heads: 1, ahead: 6, values_ahead: 16 },
+    LatentCut { heads: 2, ahead: 6, values_ahead: 16 },
+    LatentCut { heads: 4, ahead: 3, values_ahead: 16 },
+    LatentCut { heads: 8, ahead: 3, values_ahead: 8 },
+    LatentCut { heads: 16, ahead: 2, values_ahead: 8 },
+];
+/// Workgroups that a device has room for at once, as a lone token's are cut (EXP-GPU-13).
+const AT_ONCE: usize = 264;
+/// Most heads of a workgroup that ends with the outputs of its token: it shares room for them.
+const WHOLE_HEADS: usize = 4;
+
+/// How [`LatentAttention`] is cut: what is timed to choose. It changes no bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LatentCut {
+    /// Heads of a workgroup: 1, 2, 4, 8 or 16. Each row of the cache is read once for them.
+    pub heads: usize,
+    /// Units of eight columns, of each of its four positions, that a lane has on their way; of rows of f32 half of them.
+    pub ahead: usize,
+    /// Rows of values that it has on their way: 4, 8, 16 or 32.
+    pub values_ahead: usize,
+}
 
 /// The rows of a layer on the device.
 ///
@@ -142,16 +164,11 @@ impl LatentAppend {
         rows: Rows<'_>,
         cache: &Slice,
     ) -> Result<Self, GpuError> {
-        let LatentInput { plane, stride, kv_at, queries, norm, angles } = input;
-        let LatentLayout { format, kv_rank, rope_dim, .. } = kv;
+        let LatentInput { plane, stride, queries, norm, angles, .. } = input;
+        let LatentLayout { kv_rank, rope_dim, .. } = kv;
         let q_rank = queries.map_or(0, |queries| queries.rank);
-        kv.check(cache);
-        assert!(kv.is_able(q_rank), "{kv:?}, {q_rank}");
         demand(plane, tokens * stride, "projections");
-        assert!(kv_at + kv.key_dim() <= stride, "columns {kv_at} + {} of {stride}", kv.key_dim());
         demand(rows.rows, 4 * tokens, "rows");
-        demand(norm.weights, kv_rank + q_rank, "norms of latents");
-        assert_eq!(angles.dim, rope_dim, "elements that are turned");
         demand(angles.table, angles.positions * angles.dim, "angles");
         let coded = queries.and_then(|queries| queries.coded);
         let group = coded.map_or(64, |coded| coded.group);
@@ -163,19 +180,13 @@ impl LatentAppend {
             .constant("KEY_DIM", kv.key_dim())
             .constant("HALF", rope_dim / 2)
             .constant("STRIDE", stride)
-            .constant("KV_AT", kv_at)
-            .constant("TYPE", format.number())
-            .constant("ROW_WORDS", kv.row_bytes() / 4)
             .flag("INTERLEAVED", angles.pairs == RopePairs::Neighbours)
             .buffer("plane", "f32", Access::Read, plane)
             .buffer("rows", "vec4<u32>", Access::Read, rows.rows)
-            .buffer("tables", "u32", Access::Read, rows.tables)
             .buffer("angles", "vec2<f32>", Access::Read, angles.table)
-            .buffer("norms", "f32", Access::Read, norm.weights)
-            .buffer("cache", "u32", Access::Write, cache)
             .text(include_str!("wgsl/rope_pairs.wgsl"))
-            .text(include_str!("wgsl/latent_append.wgsl"))
-            .text(include_str!("wgsl/rope_store.wgsl"));
+            .text(include_str!("wgsl/latent_append.wgsl"));
+        draft = bind_row(draft, kv, input, rows, cache);
         draft = match queries {
             None => draft.text("fn queries(token: u32, lane: u32) {}\n"),
             Some(LatentQueries { rank, at, plane, coded }) => {
@@ -214,16 +225,44 @@ impl LatentAppend {
     }
 }
 
+/// What latent_row.wgsl needs of its own, and its text.
+pub(crate) fn bind_row<'a>(
+    draft: Draft<'a>,
+    kv: LatentLayout,
+    input: LatentInput<'a>,
+    rows: Rows<'a>,
+    cache: &'a Slice,
+) -> Draft<'a> {
+    let LatentInput { stride, kv_at, queries, norm, angles, .. } = input;
+    let q_rank = queries.map_or(0, |queries| queries.rank);
+    kv.check(cache);
+    assert!(kv.is_able(q_rank), "{kv:?}, {q_rank}");
+    assert!(kv_at + kv.key_dim() <= stride, "columns {kv_at} + {} of {stride}", kv.key_dim());
+    assert_eq!(angles.dim, kv.rope_dim, "elements that are turned");
+    demand(norm.weights, kv.kv_rank + q_rank, "norms of latents");
+    draft
+        .constant("KV_AT", kv_at)
+        .constant("TYPE", kv.format.number())
+        .constant("ROW_WORDS", kv.row_bytes() / 4)
+        .buffer("tables", "u32", Access::Read, rows.tables)
+        .buffer("norms", "f32", Access::Read, norm.weights)
+        .buffer("cache", "u32", Access::Write, cache)
+        .text(include_str!("wgsl/latent_row.wgsl"))
+        .text(include_str!("wgsl/rope_store.wgsl"))
+}
+
 /// Attention of heads that share one row a position, each token over the positions that its row says: scores over the whole row,
 /// means of its latent.
 ///
-/// Softmax as on the CPU, sums in an order of their own that does not depend on other tokens: bits are the same for one token
+/// Softmax as on the CPU, sums in an order of their own that does not depend on other tokens or heads: bits are the same for one token
 /// and for thousands. A row that is not a number makes NaN of the heads that see it. Two dispatches for as many tokens as the
-/// scratch has room for.
+/// scratch has room for; one for few workgroups whose positions are all of the first split.
 #[derive(Clone, Debug)]
 pub struct LatentAttention {
-    /// By heads of a workgroup.
+    /// By heads of a workgroup, from few to many.
     splits: Vec<(usize, Op)>,
+    /// The same for positions of the first split.
+    wholes: Vec<(usize, Op)>,
     combine: Op,
     tokens: usize,
     room: usize,
@@ -255,66 +294,65 @@ impl LatentAttention {
         scratch: &AttentionScratch,
         outputs: AttentionOutputs<'_>,
     ) -> Result<Self, GpuError> {
-        let LatentLayout { format, kv_rank, .. } = kv;
+        // A workgroup of many heads that are not there would compute in vain.
+        let cuts: Vec<_> = CUTS.into_iter().filter(|cut| cut.heads < 2 * heads).collect();
+        Self::tuned(gpu, tokens, kv, heads, scale, queries, cache, rows, scratch, outputs, &cuts)
+    }
+
+    /// The same, cut in one of these ways, from few heads a workgroup to many: for measurements.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    ///
+    /// # Panics
+    /// As there, and if there are no cuts, or their numbers are not those that their fields name.
+    pub fn tuned(
+        gpu: &Gpu,
+        tokens: usize,
+        kv: LatentLayout,
+        heads: usize,
+        scale: f32,
+        queries: &Slice,
+        cache: &Slice,
+        rows: Rows<'_>,
+        scratch: &AttentionScratch,
+        outputs: AttentionOutputs<'_>,
+        cuts: &[LatentCut],
+    ) -> Result<Self, GpuError> {
+        let kv_rank = kv.kv_rank;
         kv.check(cache);
-        assert!(heads > 0, "no heads");
+        assert!(heads > 0 && !cuts.is_empty(), "{heads} heads, {cuts:?}");
         demand(queries, tokens * heads * kv.key_dim(), "queries");
         demand(rows.rows, 4 * tokens, "rows");
         outputs.check(tokens, heads * kv_rank);
         assert_eq!((scratch.n_heads, scratch.value_dim), (heads, kv_rank), "heads of the scratch");
-        let part = PARTS.iter().find(|(_, bytes)| gpu.shared_bytes() >= *bytes).map_or(4, |(part, _)| *part);
+        let ending = Ending { n_heads: heads, value_dim: kv_rank, sinks: None, outputs };
         let repeated = Repeated::on(gpu)?;
-        let means = "means: ptr<function, Means>";
-        let split = |tile: usize| -> Result<(usize, Op), GpuError> {
-            // SHARE * EACH of the kernel: heads by positions of a lane.
-            let pairs = (tile * SPLIT / (THREADS / 2)) as u32;
-            let rest = [
-                include_str!("wgsl/latent_attention.wgsl").to_owned(),
-                repeated.calls(
-                    "add_pairs(key: ptr<function, Keys>, dots: ptr<function, Dots>, at: u32)",
-                    pairs,
-                    |i| format!("add_pair(key, dots, at, {i});"),
-                ),
-                repeated.calls(
-                    &format!("add_weights({means}, position: u32, x: vec4<f32>)"),
-                    tile as u32 / 4,
-                    |v| format!("add_weight(means, position, x, {v});"),
-                ),
-                repeated.calls(
-                    &format!("leave_heads({means}, unit: u32, first_head: u32, lane: u32)"),
-                    tile as u32,
-                    |q| format!("leave_head(means, unit, first_head, lane, {q});"),
-                ),
-            ];
-            let op = Draft::default()
-                .constant("HEADS", heads)
-                .constant("TILE", tile)
-                .constant("PART", part)
-                .constant("KEY_DIM", kv.key_dim())
-                .constant("VALUE_DIM", kv_rank)
-                .constant("COLUMNS", (kv_rank / 4).next_power_of_two())
-                .constant("ROW", kv.row_bytes() / 16)
-                .constant("NARROW", format.words())
-                .buffer("keys", "vec4<u32>", Access::Read, cache)
-                .buffer("values", format.narrow(), Access::Read, cache)
-                .buffer("rows", "vec4<u32>", Access::Read, rows.rows)
-                .buffer("tables", "u32", Access::Read, rows.tables)
-                .buffer("queries", "vec4<f32>", Access::Read, queries)
+        let core = |cut: LatentCut, whole: bool| Core { kv, heads, cut, whole, repeated };
+        let bound = |core: &Core| core.draft(queries, cache, rows);
+        let split = |&cut: &LatentCut| -> Result<(usize, Op), GpuError> {
+            let core = core(cut, false);
+            let op = bound(&core)
                 .buffer("sums", "vec4<f32>", Access::Write, &scratch.sums)
                 .buffer("stats", "vec2<f32>", Access::Write, &scratch.stats)
-                .text("alias Narrow = ")
-                .text(format.narrow())
-                .text(";\n")
                 .float(64, 4)
-                .text(format.widen())
-                .loose_op(gpu, "latent attention", &rest.concat())?;
-            Ok((tile, op))
+                .text(kv.format.widen())
+                .loose_op(gpu, "latent attention", &core.text())?;
+            Ok((cut.heads, op))
         };
-        // A workgroup of many heads that are not there would compute in vain.
-        let tiles = TILES.into_iter().filter(|tile| heads > tile / 2 || *tile == TILES[1]);
-        let ending = Ending { n_heads: heads, value_dim: kv_rank, sinks: None, outputs };
+        let whole = |&cut: &LatentCut| -> Result<(usize, Op), GpuError> {
+            let core = core(cut, true);
+            let group = ending.group();
+            let draft = bound(&core).float(group, gpu.team(group)).text(kv.format.widen());
+            let op = ending.draft(draft).loose_op(gpu, "latent attention, whole", &core.text())?;
+            Ok((cut.heads, op))
+        };
+        // Otherwise groups are of several heads.
+        let can = outputs.coded.is_none_or(|coded| kv_rank.is_multiple_of(coded.group));
+        let wholes = cuts.iter().filter(|cut| can && cut.heads <= WHOLE_HEADS);
         Ok(Self {
-            splits: tiles.map(split).collect::<Result<_, _>>()?,
+            splits: cuts.iter().map(split).collect::<Result<_, _>>()?,
+            wholes: wholes.map(whole).collect::<Result<_, _>>()?,
             combine: ending.combine(gpu, rows, scratch)?,
             tokens,
             room: scratch.splits,
@@ -324,28 +362,161 @@ impl LatentAttention {
         })
     }
 
-    /// Records it for the first `tokens` tokens, none of which sees more than `visible` positions.
+    /// Records it for the first `tokens` tokens, none of which sees more than `visible` positions; all of them are below `end`.
     ///
     /// # Panics
     /// If there are more tokens than it was made for, or one of them needs more room than the scratch has.
-    pub fn record(&self, step: &mut Step, tokens: usize, visible: usize) {
+    pub fn record(&self, step: &mut Step, tokens: usize, visible: usize, end: usize) {
+        self.run(step, tokens, visible, end, false);
+    }
+
+    /// Whether positions below `end` are one split, of which few tokens get their outputs at once.
+    #[must_use]
+    pub fn is_whole(&self, end: usize) -> bool {
+        end <= SPLIT && !self.wholes.is_empty()
+    }
+
+    /// The same for one token whose splits [`LatentExit`](crate::LatentExit) joins: they stay in the scratch.
+    ///
+    /// # Panics
+    /// As there.
+    pub fn record_splits(&self, step: &mut Step, visible: usize, end: usize) {
+        self.run(step, 1, visible, end, true);
+    }
+
+    fn run(&self, step: &mut Step, tokens: usize, visible: usize, end: usize, apart: bool) {
         assert!(tokens <= self.tokens, "{tokens} tokens of {}", self.tokens);
-        let splits = splits_of(visible);
-        let at_once = (self.room / splits).min(GRID);
+        let splits = splits_of(visible).min(end.div_ceil(SPLIT));
+        let at_once = (self.room / splits.max(1)).min(GRID);
         assert!(tokens == 0 || at_once > 0, "scratch for {} splits, {visible} positions are seen", self.room);
-        let low = f32::NEG_INFINITY.to_bits();
-        let workgroups = |tile: usize| self.heads.div_ceil(tile);
-        let fills = |tile: usize| tokens * splits * workgroups(tile) >= FEW_WORKGROUPS;
-        let of_tile = self.splits.iter().find(|(tile, _)| fills(*tile)).or(self.splits.last());
-        let Some((tile, op)) = of_tile else { return };
+        let (scale, low) = (self.scale.to_bits(), f32::NEG_INFINITY.to_bits());
+        let workgroups = |heads: usize| self.heads.div_ceil(heads);
+        let fits = |(heads, _): &&(usize, Op)| tokens * splits * workgroups(*heads) <= AT_ONCE;
+        if let Some((heads, op)) = self.wholes.iter().find(fits).filter(|_| splits == 1 && !apart) {
+            step.run(op, &[0, 1, scale, low], [1, workgroups(*heads) as u32, tokens as u32]);
+            return;
+        }
+        let Some((heads, op)) = self.splits.iter().find(fits).or(self.splits.last()) else { return };
         let mut first = 0;
         while first < tokens {
             let n = (tokens - first).min(at_once);
-            let words = [first as u32, splits as u32, self.scale.to_bits(), low];
-            step.run(op, &words, [splits as u32, workgroups(*tile) as u32, n as u32]);
+            let words = [first as u32, splits as u32, scale, low];
+            step.run(op, &words, [splits as u32, workgroups(*heads) as u32, n as u32]);
+            if apart {
+                return;
+            }
             let words = [first as u32, splits as u32, low];
             step.run(&self.combine, &words, [self.parts as u32, n as u32, 1]);
             first += n;
         }
+    }
+}
+
+/// A kernel of latent attention on its way.
+#[derive(Clone, Copy)]
+struct Core {
+    kv: LatentLayout,
+    heads: usize,
+    cut: LatentCut,
+    /// Whether it makes outputs, a token having one split only.
+    whole: bool,
+    repeated: Repeated,
+}
+
+impl Core {
+    fn columns(&self) -> usize {
+        (self.kv.kv_rank / 4).next_power_of_two().max(LEAST_COLUMNS)
+    }
+
+    fn ahead(&self) -> usize {
+        match self.kv.format {
+            KvFormat::F32 => self.cut.ahead.div_ceil(2),
+            KvFormat::F16 | KvFormat::Q8 => self.cut.ahead,
+        }
+    }
+
+    /// Rows of values ahead, of a slice of positions.
+    fn values_ahead(&self) -> usize {
+        self.cut.values_ahead.min(SPLIT * self.columns() / THREADS)
+    }
+
+    /// What both kernels bind and know.
+    fn draft<'b>(&self, queries: &'b Slice, cache: &'b Slice, rows: Rows<'b>) -> Draft<'b> {
+        let LatentLayout { format, kv_rank, .. } = self.kv;
+        let LatentCut { heads, ahead, values_ahead } = self.cut;
+        let known = matches!(heads, 1 | 2 | 4 | 8 | 16) && matches!(values_ahead, 4 | 8 | 16 | 32);
+        assert!(known && ahead > 0, "{:?}", self.cut);
+        // Outputs, and behind them what slices come to.
+        let outputs = if self.whole { heads * kv_rank / 4 } else { 0 };
+        let slices = if self.columns() < THREADS { THREADS } else { 0 };
+        Draft::default()
+            .constant("HEADS", self.heads)
+            .constant("TILE", heads)
+            .constant("AHEAD", self.ahead())
+            .constant("VALUES_AHEAD", self.values_ahead())
+            .constant("KEY_DIM", self.kv.key_dim())
+            .constant("VALUE_DIM", kv_rank)
+            .constant("COLUMNS", self.columns())
+            .constant("ROW", self.kv.row_bytes() / 16)
+            .constant("NARROW", format.words())
+            .constant("SLICED", outputs)
+            .constant("ROOM", (outputs + slices).max(1))
+            .buffer("keys", "vec4<u32>", Access::Read, cache)
+            .buffer("values", format.narrow(), Access::Read, cache)
+            .buffer("rows", "vec4<u32>", Access::Read, rows.rows)
+            .buffer("tables", "u32", Access::Read, rows.tables)
+            .buffer("queries", "vec4<f32>", Access::Read, queries)
+            .text("alias Narrow = ")
+            .text(format.narrow())
+            .text(";\n")
+    }
+
+    /// Their text.
+    fn text(&self) -> String {
+        let (heads, ahead) = (self.cut.heads as u32, self.ahead() as u32);
+        let calls = |head: &str, n: u32, call: &dyn Fn(&str) -> String| self.repeated.calls(head, n, call);
+        let (units, starts) = ("ahead: ptr<function, Ahead>", "starts: ptr<function, Starts>");
+        let (dots, means) = ("dots: ptr<function, Dots>", "means: ptr<function, Means>");
+        let run = "first: u32, start: u32, end: u32, lane: u32";
+        [
+            include_str!("wgsl/latent_attention.wgsl").to_owned(),
+            match self.kv.format {
+                KvFormat::F32 => include_str!("wgsl/latent_units_f32.wgsl"),
+                KvFormat::F16 => include_str!("wgsl/latent_units_f16.wgsl"),
+                KvFormat::Q8 => include_str!("wgsl/latent_units_q8.wgsl"),
+            }
+            .to_owned(),
+            match self.whole {
+                true => include_str!("wgsl/attention_whole.wgsl"),
+                false => include_str!("wgsl/attention_split.wgsl"),
+            }
+            .to_owned(),
+            calls(&format!("load_units({units}, {starts}, round: u32, chain: u32)"), ahead * EACH, &|i| {
+                format!("load_unit(ahead, starts, round, chain, {i});")
+            }),
+            calls(
+                &format!("take_units({units}, {dots}, {starts}, round: u32, chain: u32, stage: u32)"),
+                ahead,
+                &|i| format!("take_unit(ahead, dots, starts, round, chain, stage, {i});"),
+            ),
+            calls(&format!("add_heads(columns: ptr<function, Columns>, {dots}, at: u32)"), heads, &|h| {
+                format!("add_head(columns, dots, at, {h});")
+            }),
+            calls(&format!("leave_scores({dots}, chain: u32, factor: f32, place: u32)"), heads, &|h| {
+                format!("leave_score(dots, chain, factor, place, {h});")
+            }),
+            calls(
+                &format!("take_values(ahead: ptr<function, ValuesAhead>, {means}, {run})"),
+                self.values_ahead() as u32 / 4,
+                &|v| format!("take_value(ahead, means, first, start, end, lane, {v});"),
+            ),
+            calls(&format!("add_weights({means}, x: ptr<function, Four>, at: u32)"), heads, &|h| {
+                format!("add_weight(means, x, at, {h});")
+            }),
+            calls(&format!("end_heads({means}, unit: u32, first_head: u32, lane: u32)"), heads, &|h| {
+                format!("end_head(means, unit, first_head, lane, {h});")
+            }),
+        ]
+        .concat()
     }
 }

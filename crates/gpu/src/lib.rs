@@ -23,6 +23,7 @@ mod heads;
 mod hidden;
 mod import;
 mod latent;
+mod latent_lone;
 mod memory;
 mod norm;
 mod normed;
@@ -36,7 +37,7 @@ mod work;
 
 pub use attention::{Attention, AttentionHeads, AttentionOutputs, AttentionScratch};
 pub use ceiling::{CopyKernel, Links};
-pub use coded::{CodedMatmul, Columns, ExactMatmul, Weights};
+pub use coded::{CodedMatmul, Columns, ExactMatmul, OwnMatmul, Weights};
 pub use cut::{Lanes, Tuning};
 pub use device::{DeviceFacts, DeviceKind, Fault, Gpu, Software, devices};
 pub use error::GpuError;
@@ -46,7 +47,10 @@ pub use float::FloatMatmul;
 pub use heads::{HeadColumns, HeadInput, HeadMatmul, HeadPlane, HeadTurn};
 pub use hidden::Hidden;
 pub use import::{Keep, Segments};
-pub use latent::{LatentAppend, LatentAttention, LatentInput, LatentLayout, LatentNorm, LatentQueries};
+pub use latent::{
+    LatentAppend, LatentAttention, LatentCut, LatentInput, LatentLayout, LatentNorm, LatentQueries,
+};
+pub use latent_lone::{LatentEntry, LatentExit, LatentRow};
 pub use memory::{Arena, Fork, Slice};
 pub use norm::{Delta, Embed, Halt, MixNorm, NormOutputs, Shared};
 pub use normed::{NormInput, NormMatmul};

@@ -10,7 +10,7 @@ use crate::quantise::{QUANTISE, source};
 use crate::shader::{Access, Op, Shader};
 use crate::{CodedPlane, Gpu, GpuError, Quantise, Slice, Step};
 
-const FLOAT: &str = concat!(include_str!("wgsl/exp.wgsl"), include_str!("wgsl/norm_float.wgsl"));
+pub(crate) const FLOAT: &str = concat!(include_str!("wgsl/exp.wgsl"), include_str!("wgsl/norm_float.wgsl"));
 const STORE_CODES: &str = include_str!("wgsl/norm_codes.wgsl");
 const NORM: &str = concat!(include_str!("wgsl/norm_row.wgsl"), include_str!("wgsl/norm.wgsl"));
 pub(crate) const NORM_ROW: &str = include_str!("wgsl/norm_row.wgsl");

@@ -417,7 +417,7 @@ impl Bench {
             )
         };
         let all = caches.iter().map(attention).collect::<Result<Vec<_>, _>>()?;
-        let seconds = self.time(&|step, i| all[i % all.len()].record(step, tokens, visible))?;
+        let seconds = self.time(&|step, i| all[i % all.len()].record(step, tokens, visible, visible))?;
         let what = format!("{name} latent attention, {heads} heads, {visible} positions");
         self.tell(&what, tokens, seconds, (tokens * visible * kv.row_bytes()) as u64);
         Ok(())

@@ -1,9 +1,8 @@
-// The operand of coded.wgsl or coded_wide.wgsl: one row of an f32 plane, which each workgroup quantises for itself while its weights are
+// The operand of coded.wgsl or coded_wide.wgsl: one f32 row, which each workgroup quantises for itself while its weights are
 // on their way.
 //
-// Needs: coded_own_x.wgsl, quantise.wgsl, consts COLS (a multiple of 4), OWN (groups of a row).
-
-@group(0) @binding(1) var<storage, read> x: array<vec4<f32>>;
+// Needs: coded_own_x.wgsl, quantise.wgsl, consts COLS (a multiple of 4), OWN (groups of a row); fn own_four(row, column), which gives four
+// columns.
 
 fn prepare(job: ptr<function, Job>, lane: u32) {
     for (var base = 0u; base < TEAM * OWN; base += THREADS) {
@@ -15,7 +14,7 @@ fn prepare(job: ptr<function, Job>, lane: u32) {
         for (var i = 0u; i < WORDS; i++) {
             let column = group * GROUP + part * (GROUP / TEAM) + 4u * i;
             if (column < COLS) {
-                values[i] = x[((*job).rows[0] * COLS + column) / 4u];
+                values[i] = own_four((*job).rows[0], column);
             }
         }
         let coded = quantise(values);

@@ -1,6 +1,6 @@
 // The latent of queries: the input of a product, as f32, int8 or both.
 //
-// Needs: latent_append.wgsl, const Q_RANK, Q_AT, CELLS (groups of a token), PLANE, CODED; fn store_low, store_codes.
+// Needs: latent_row.wgsl, const Q_RANK, Q_AT, CELLS (groups of a token), PLANE, CODED; fn store_low, store_codes.
 
 fn value_at(c: u32) -> f32 {
     return select(0.0, x[min(c, Q_RANK - 1u)], c < Q_RANK);

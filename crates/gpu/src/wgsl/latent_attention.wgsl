@@ -1,22 +1,22 @@
 // Attention of heads that share a latent, over one split of positions. Workgroups: (split, TILE heads, token).
 //
-// Needs: norm_float.wgsl, attention_*.wgsl, const HEADS, TILE (heads of a workgroup), PART (vectors of four that are staged at once), KEY_DIM,
-// VALUE_DIM (the first elements of a key), COLUMNS (lanes side by side over a value), ROW (16-byte words of a cache row), NARROW (of
-// four values in 16 bytes), alias Narrow (these four); the buffers keys (vec4<u32>) and values (four elements each) of the same
-// cache, rows (vec4<u32>), tables (u32), queries (vec4<f32>), sums (vec4<f32>), stats (vec2<f32>); the lists add_pairs, add_weights and
-// leave_heads of calls, as in coded.wgsl, which latent.rs appends.
+// Needs: norm_float.wgsl, fn fma2 and fma4, attention_*.wgsl, latent_units_*.wgsl, attention_split.wgsl or attention_whole.wgsl; const
+// HEADS, TILE (heads of a workgroup), AHEAD (units of each of its positions that a lane has on their way), VALUES_AHEAD (rows of values;
+// a multiple of four), KEY_DIM, VALUE_DIM (the first elements of a key), COLUMNS (lanes side by side over a value), ROW (16-byte words of a
+// cache row), NARROW (of four values in 16 bytes), alias Narrow (these four); the buffers keys (vec4<u32>) and values (four elements each)
+// of the same cache, rows (vec4<u32>), tables (u32), queries (vec4<f32>); the lists load_units, take_units, add_heads, leave_scores,
+// take_values, add_weights and end_heads of calls, as in coded.wgsl, which latent.rs appends.
 //
-// What it takes is arithmetic: a row of the cache is read once for TILE heads, each of which multiplies all of it. So
-// both products are those of small matrices, with as many sums in registers as there is room for:
+// A lone token waits for memory, many heads or tokens for arithmetic. So rows go from the cache to registers, many on their way at once, and
+// what a lane has of a row is multiplied by all of the workgroup's heads:
 //
-//     scores    keys and queries go through shared memory, PART vectors at a time, those that come being on their way. Half of the
-//               lanes take one half of a part's vectors, half the other; a lane has SHARE heads at EACH positions
-//     weights   a lane for four heads at every 32nd position
+//     scores    four lanes for each position, by turns a unit of eight columns each; a lane has EACH positions. Queries go
+//               through shared memory, PART vectors at a time, those that come being on their way; four lanes add up what they have
+//     weights   a lane for a head at every 32nd position
 //     sums      a lane for four columns and every SLICES-th position, for all heads; slices are added last
 //
-// Splits begin at multiples of SPLIT, whatever the token sees, and every sum has an order of its own, which TILE does
-// not change: so what a token gets depends neither on its neighbours nor on how many there are.
-// attention_combine.wgsl joins the splits.
+// Splits begin at multiples of SPLIT, whatever the token sees, and every sum has an order of its own, which neither TILE nor AHEAD
+// changes: so what a token gets depends neither on its neighbours nor on how many there are.
 
 struct Params { first: u32, splits: u32, scale: f32, low: u32, nothing: u32 }
 var<immediate> p: Params;
@@ -24,38 +24,47 @@ var<immediate> p: Params;
 const SPLIT: u32 = 128u;
 const BLOCK: u32 = 32u;
 const THREADS: u32 = 128u;
-// Heads of a lane.
-const SHARE: u32 = 8u;
-const SHARES: u32 = TILE / SHARE;
-// Lanes side by side over positions, and positions of each.
-const PLACES: u32 = THREADS / (2u * SHARES);
+// Lanes of a position: chains of a score.
+const CHAINS: u32 = 4u;
+// Lanes side by side over positions, and positions of each, one of each block.
+const PLACES: u32 = THREADS / CHAINS;
 const EACH: u32 = SPLIT / PLACES;
-// Vectors of four heads.
-const VECTORS: u32 = TILE / 4u;
-// Lanes that have weights of a vector.
-const WEIGHERS: u32 = 32u;
 const QUERY_WORDS: u32 = KEY_DIM / 4u;
-const STEPS: u32 = (QUERY_WORDS + PART - 1u) / PART;
-// Pieces of sixteen bytes of a position's part; a lane loads as many.
-const PIECES: u32 = PART / PARTS;
-// Vectors from one of a part to the next: no two lanes of a row's pieces meet in a bank.
-const COLUMN: u32 = SPLIT + 1u;
+// Vectors of a head that are multiplied between two barriers.
+const PART: u32 = 2u * CHAINS * AHEAD;
+const ROUNDS: u32 = (QUERY_WORDS + PART - 1u) / PART;
+// The last units are not all there.
+const RAGGED: bool = ROUNDS * PART != QUERY_WORDS;
+const QUERIES_EACH: u32 = (TILE * PART + THREADS - 1u) / THREADS;
+// Lanes of a head's weights, and what four of them have found.
+const WEIGHERS: u32 = 32u;
+const FOUND: u32 = WEIGHERS / 4u;
+// Vectors of four heads.
+const VECTORS: u32 = (TILE + 3u) / 4u;
 const VALUE_WORDS: u32 = VALUE_DIM / 4u;
 const SLICES: u32 = THREADS / COLUMNS;
-// Rows of values that a lane reads before it adds them up.
-const AT_ONCE: u32 = 8u;
+// Positions of a slice.
+const LENGTH: u32 = SPLIT / SLICES;
 
-alias KeysAhead = array<vec4<u32>, PIECES>;
-// A vector of each of a lane's positions; its sums by head and position; and by head, of its columns.
-alias Keys = array<vec4<f32>, EACH>;
-alias Dots = array<f32, SHARE * EACH>;
+alias Starts = array<u32, EACH>;
+alias Ahead = array<Unit, AHEAD * EACH>;
+// A column of a unit, of each of a lane's positions; its sums of a head.
+alias Columns = array<vec4<f32>, 8>;
+alias Dots = array<vec4<f32>, TILE>;
+alias ValuesAhead = array<Narrow, VALUES_AHEAD>;
+alias Four = array<vec4<f32>, 4>;
+// Of a lane's columns, by head.
 alias Means = array<vec4<f32>, TILE>;
 
-// Keys, [PART, COLUMN]; then scores and weights, [SPLIT, VECTORS]; in the end what slices have summed up.
-var<workgroup> stage: array<vec4<f32>, PART * COLUMN>;
-// Queries, [PART, TILE]; then the largest scores, [WEIGHERS, VECTORS].
-var<workgroup> query_stage: array<vec4<f32>, 8u * TILE>;
-var<workgroup> totals: array<vec4<f32>, WEIGHERS * VECTORS>;
+// Queries, [2, TILE, PART].
+var<workgroup> query_stage: array<vec4<f32>, 2u * TILE * PART>;
+// Scores, then weights, [TILE, SLICES, LENGTH]: a slice's positions side by side.
+var<workgroup> weights: array<vec4<f32>, TILE * SPLIT / 4u>;
+// [TILE, FOUND].
+var<workgroup> maxima: array<vec4<f32>, TILE * FOUND / 4u>;
+var<workgroup> totals: array<vec4<f32>, TILE * FOUND / 4u>;
+// What slices have summed up, and what attention_whole.wgsl hands out.
+var<workgroup> scores: array<vec4<f32>, ROOM>;
 var<workgroup> blocks: array<u32, SPLIT / BLOCK>;
 
 /// First 16 bytes of the row of a position of the split.
@@ -63,66 +72,167 @@ fn row_at(position: u32) -> u32 {
     return (blocks[position / BLOCK] * BLOCK + position % BLOCK) * ROW;
 }
 
-fn load_keys(ahead: ptr<function, KeysAhead>, step: u32, start: u32, end: u32, lane: u32) {
-    for (var i = 0u; i < PIECES; i++) {
+/// Place of a position's weight in a head's.
+fn place_of(position: u32) -> u32 {
+    return (position % SLICES) * LENGTH + position / SLICES;
+}
+
+fn load_queries(ahead: ptr<function, array<vec4<f32>, QUERIES_EACH>>, token: u32, first_head: u32, round: u32, lane: u32) {
+    for (var i = 0u; i < QUERIES_EACH; i++) {
         let item = i * THREADS + lane;
-        let at = row_at(clamp(item / PIECES, start, end - 1u));
-        // Pieces past the end are not looked at.
-        (*ahead)[i] = keys[at + min(step * PIECES + item % PIECES, ROW - 1u)];
+        let word = round * PART + item % PART;
+        // Heads that are not there repeat the last one.
+        let head = min(first_head + item / PART, HEADS - 1u);
+        let at = (token * HEADS + head) * QUERY_WORDS;
+        (*ahead)[i] = select(vec4(0.0), queries[at + min(word, QUERY_WORDS - 1u)], word < QUERY_WORDS);
     }
 }
 
-fn stage_keys(ahead: ptr<function, KeysAhead>, step: u32, lane: u32) {
-    for (var i = 0u; i < PIECES; i++) {
-        let item = i * THREADS + lane;
-        let wide = widen_key((*ahead)[i]);
-        for (var j = 0u; j < PARTS; j++) {
-            let word = (item % PIECES) * PARTS + j;
-            stage[word * COLUMN + item / PIECES] = select(vec4(0.0), wide[j], step * PART + word < QUERY_WORDS);
+/// Unit `item / EACH` of a round of the lane's position `item % EACH`.
+fn load_unit(ahead: ptr<function, Ahead>, starts: ptr<function, Starts>, round: u32, chain: u32, item: u32) {
+    var unit = (round * AHEAD + item / EACH) * CHAINS + chain;
+    if (RAGGED) {
+        // Units past the end are not looked at.
+        unit = min(unit, (QUERY_WORDS - 1u) / 2u);
+    }
+    (*ahead)[item] = unit_at((*starts)[item % EACH], unit);
+}
+
+/// Adds a unit of each position to its sum of a head; `at` is the unit's of the workgroup's first head.
+fn add_head(columns: ptr<function, Columns>, dots: ptr<function, Dots>, at: u32, head: u32) {
+    let x = query_stage[at + head * PART];
+    let y = query_stage[at + head * PART + 1u];
+    var dot = (*dots)[head];
+    dot = fma((*columns)[0], vec4(x.x), dot);
+    dot = fma((*columns)[1], vec4(x.y), dot);
+    dot = fma((*columns)[2], vec4(x.z), dot);
+    dot = fma((*columns)[3], vec4(x.w), dot);
+    dot = fma((*columns)[4], vec4(y.x), dot);
+    dot = fma((*columns)[5], vec4(y.y), dot);
+    dot = fma((*columns)[6], vec4(y.z), dot);
+    dot = fma((*columns)[7], vec4(y.w), dot);
+    (*dots)[head] = dot;
+}
+
+fn transpose(a: vec4<f32>, b: vec4<f32>, c: vec4<f32>, d: vec4<f32>, there: bool) -> Four {
+    var out = Four(
+        vec4(a.x, b.x, c.x, d.x), vec4(a.y, b.y, c.y, d.y), vec4(a.z, b.z, c.z, d.z), vec4(a.w, b.w, c.w, d.w)
+    );
+    if (RAGGED) {
+        for (var i = 0u; i < 4u; i++) {
+            out[i] = select(vec4(0.0), out[i], there);
         }
     }
+    return out;
 }
 
-fn query_of(token: u32, head: u32, word: u32) -> vec4<f32> {
-    // Heads that are not there repeat the last one.
-    let at = (token * HEADS + min(head, HEADS - 1u)) * QUERY_WORDS + min(word, QUERY_WORDS - 1u);
-    return select(vec4(0.0), queries[at], word < QUERY_WORDS);
+/// Multiplies a unit of each position by all heads, and sends for the next round's.
+fn take_unit(
+    ahead: ptr<function, Ahead>,
+    dots: ptr<function, Dots>,
+    starts: ptr<function, Starts>,
+    round: u32,
+    chain: u32,
+    stage: u32,
+    i: u32,
+) {
+    let a = (*ahead)[EACH * i];
+    let b = (*ahead)[EACH * i + 1u];
+    let c = (*ahead)[EACH * i + 2u];
+    let d = (*ahead)[EACH * i + 3u];
+    if (round + 1u < ROUNDS) {
+        load_unit(ahead, starts, round + 1u, chain, EACH * i);
+        load_unit(ahead, starts, round + 1u, chain, EACH * i + 1u);
+        load_unit(ahead, starts, round + 1u, chain, EACH * i + 2u);
+        load_unit(ahead, starts, round + 1u, chain, EACH * i + 3u);
+    }
+    let word = 2u * (i * CHAINS + chain);
+    let left = QUERY_WORDS - min(round * PART + word, QUERY_WORDS);
+    let first = transpose(first_word(a), first_word(b), first_word(c), first_word(d), left > 0u);
+    let second = transpose(second_word(a), second_word(b), second_word(c), second_word(d), left > 1u);
+    var columns = Columns(
+        first[0], first[1], first[2], first[3], second[0], second[1], second[2], second[3]
+    );
+    add_heads(&columns, dots, stage + word);
 }
 
-/// Adds a vector's part to the sum of a pair of head and position; `at` is the vector's of the lane's first head.
-fn add_pair(key: ptr<function, Keys>, dots: ptr<function, Dots>, at: u32, pair: u32) {
-    let k = (*key)[pair % EACH];
-    let y = query_stage[at + pair / EACH];
-    (*dots)[pair] = fma(k.w, y.w, fma(k.z, y.z, fma(k.y, y.y, fma(k.x, y.x, (*dots)[pair]))));
+/// Adds up what the four lanes of a position have of a head, and leaves the score of that of the lane's positions whose number is its chain.
+fn leave_score(dots: ptr<function, Dots>, chain: u32, factor: f32, place: u32, head: u32) {
+    let dot = (*dots)[head];
+    let upper = (chain & 2u) != 0u;
+    let two = select(dot.xy, dot.zw, upper) + subgroupShuffleXor(select(dot.zw, dot.xy, upper), 2u);
+    let odd = (chain & 1u) != 0u;
+    let one = select(two.x, two.y, odd) + subgroupShuffleXor(select(two.y, two.x, odd), 1u);
+    weights[(head * SPLIT + place) / 4u][place % 4u] = factor * one;
 }
 
-/// Adds a position's columns, by the weights of four heads.
-fn add_weight(means: ptr<function, Means>, position: u32, x: vec4<f32>, v: u32) {
-    let w = stage[position * VECTORS + v];
-    (*means)[4u * v] = fma(vec4(w.x), x, (*means)[4u * v]);
-    (*means)[4u * v + 1u] = fma(vec4(w.y), x, (*means)[4u * v + 1u]);
-    (*means)[4u * v + 2u] = fma(vec4(w.z), x, (*means)[4u * v + 2u]);
-    (*means)[4u * v + 3u] = fma(vec4(w.w), x, (*means)[4u * v + 3u]);
+/// The largest or the sum of what four neighbouring lanes have.
+fn most_of_four(x: f32) -> f32 {
+    let two = max(x, subgroupShuffleXor(x, 1u));
+    return max(two, subgroupShuffleXor(two, 2u));
+}
+
+fn sum_of_four(x: f32) -> f32 {
+    let two = x + subgroupShuffleXor(x, 1u);
+    return two + subgroupShuffleXor(two, 2u);
+}
+
+/// Row `item` of a run of a slice's from `first` on.
+fn load_value(ahead: ptr<function, ValuesAhead>, first: u32, start: u32, end: u32, lane: u32, item: u32) {
+    let position = (first + item) * SLICES + lane / COLUMNS;
+    let at = row_at(clamp(position, start, end - 1u)) * NARROW;
+    (*ahead)[item] = values[at + min(lane % COLUMNS, VALUE_WORDS - 1u)];
+}
+
+/// Adds four positions' columns, by the weights of a head; `at` are these of the first head.
+fn add_weight(means: ptr<function, Means>, x: ptr<function, Four>, at: u32, head: u32) {
+    let w = weights[at + head * (SPLIT / 4u)];
+    var mean = (*means)[head];
+    mean = fma(vec4(w.x), (*x)[0], mean);
+    mean = fma(vec4(w.y), (*x)[1], mean);
+    mean = fma(vec4(w.z), (*x)[2], mean);
+    mean = fma(vec4(w.w), (*x)[3], mean);
+    (*means)[head] = mean;
+}
+
+/// Adds four rows of values for all heads, and sends for those of the next run. What is not seen counts as zeros.
+fn take_value(
+    ahead: ptr<function, ValuesAhead>,
+    means: ptr<function, Means>,
+    first: u32,
+    start: u32,
+    end: u32,
+    lane: u32,
+    v: u32,
+) {
+    var x: Four;
+    for (var k = 0u; k < 4u; k++) {
+        let position = (first + 4u * v + k) * SLICES + lane / COLUMNS;
+        x[k] = widen_value(select(Narrow(0u), (*ahead)[4u * v + k], position >= start && position < end));
+    }
+    if (first + VALUES_AHEAD < LENGTH) {
+        for (var k = 0u; k < 4u; k++) {
+            load_value(ahead, first + VALUES_AHEAD, start, end, lane, 4u * v + k);
+        }
+    }
+    add_weights(means, &x, ((lane / COLUMNS) * LENGTH + first) / 4u + v);
 }
 
 /// Leaves a head's columns: they are whole, or there are other lanes' to be added.
-fn leave_head(means: ptr<function, Means>, unit: u32, first_head: u32, lane: u32, q: u32) {
-    let column = lane % COLUMNS;
-    if (SLICES == 1u) {
-        if (column < VALUE_WORDS && first_head + q < HEADS) {
-            sums[(unit * HEADS + first_head + q) * VALUE_WORDS + column] = (*means)[q];
+fn end_head(means: ptr<function, Means>, unit: u32, first_head: u32, lane: u32, head: u32) {
+    var sum = (*means)[head];
+    if (SLICES > 1u) {
+        workgroupBarrier();
+        scores[SLICED + lane] = sum;
+        workgroupBarrier();
+        if (lane < VALUE_WORDS) {
+            for (var s = 1u; s < SLICES; s++) {
+                sum += scores[SLICED + s * COLUMNS + lane];
+            }
         }
-        return;
     }
-    workgroupBarrier();
-    stage[lane] = (*means)[q];
-    workgroupBarrier();
-    if (lane < VALUE_WORDS && first_head + q < HEADS) {
-        var sum = vec4(0.0);
-        for (var s = 0u; s < SLICES; s++) {
-            sum += stage[s * COLUMNS + lane];
-        }
-        sums[(unit * HEADS + first_head + q) * VALUE_WORDS + lane] = sum;
+    if (lane < VALUE_WORDS && first_head + head < HEADS) {
+        end_sum(unit, head, first_head + head, lane, sum);
     }
 }
 
@@ -131,141 +241,115 @@ fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) l
     let token = p.first + wg.z;
     let first_head = wg.y * TILE;
     let unit = wg.z * p.splits + wg.x;
+    var query_ahead: array<vec4<f32>, QUERIES_EACH>;
+    load_queries(&query_ahead, token, first_head, 0u, lane);
     let row = rows[token];
     let base = (row.z / SPLIT + wg.x) * SPLIT;
     // Positions of the split that are seen.
     let start = max(row.z, base) - base;
     let end = clamp(row.x + 1u, base, base + SPLIT) - base;
     if (end > start) {
+        let chain = lane % CHAINS;
+        let place = lane / CHAINS;
+        var starts: Starts;
+        for (var j = 0u; j < EACH; j++) {
+            let position = clamp(j * PLACES + place, start, end - 1u);
+            let block = tables[row.y + (base + position) / BLOCK];
+            starts[j] = (block * BLOCK + position % BLOCK) * ROW;
+        }
         if (lane < SPLIT / BLOCK && lane * BLOCK < end) {
             blocks[lane] = tables[row.y + base / BLOCK + lane];
         }
-        workgroupBarrier();
-
-        let half = lane / (THREADS / 2u);
-        let share = (lane / PLACES) % SHARES;
-        let place = lane % PLACES;
-        var keys_ahead: KeysAhead;
-        load_keys(&keys_ahead, 0u, start, end, lane);
-        var query_ahead = query_of(token, first_head + lane / PART, lane % PART);
+        var ahead: Ahead;
+        load_units(&ahead, &starts, 0u, chain);
         var dots = Dots();
-        for (var step = 0u; step < STEPS; step++) {
-            stage_keys(&keys_ahead, step, lane);
-            if (lane < PART * TILE) {
-                query_stage[(lane % PART) * TILE + lane / PART] = query_ahead;
-            }
-            workgroupBarrier();
-            if (step + 1u < STEPS) {
-                load_keys(&keys_ahead, step + 1u, start, end, lane);
-                query_ahead = query_of(token, first_head + lane / PART, (step + 1u) * PART + lane % PART);
-            }
-            for (var i = 0u; i < PART / 2u; i++) {
-                let word = half * (PART / 2u) + i;
-                var key: Keys;
-                for (var j = 0u; j < EACH; j++) {
-                    key[j] = stage[word * COLUMN + place + j * PLACES];
+        for (var round = 0u; round < ROUNDS; round++) {
+            let stage = (round & 1u) * TILE * PART;
+            for (var i = 0u; i < QUERIES_EACH; i++) {
+                let item = i * THREADS + lane;
+                if (item < TILE * PART) {
+                    query_stage[stage + item] = query_ahead[i];
                 }
-                add_pairs(&key, &dots, word * TILE + share * SHARE);
             }
             workgroupBarrier();
+            if (round + 1u < ROUNDS) {
+                load_queries(&query_ahead, token, first_head, round + 1u, lane);
+            }
+            take_units(&ahead, &dots, &starts, round, chain, stage);
         }
+        let own = chain * PLACES + place;
+        let factor = scale_of(row_at(clamp(own, start, end - 1u))) * p.scale;
+        leave_scores(&dots, chain, factor, place_of(own));
 
-        // The halves' sums meet.
-        if (half == 1u) {
-            for (var j = 0u; j < EACH; j++) {
-                for (var v = 0u; v < SHARE / 4u; v++) {
-                    stage[(place + j * PLACES) * VECTORS + share * (SHARE / 4u) + v] = vec4(
-                        dots[4u * v * EACH + j],
-                        dots[(4u * v + 1u) * EACH + j],
-                        dots[(4u * v + 2u) * EACH + j],
-                        dots[(4u * v + 3u) * EACH + j],
-                    );
-                }
-            }
-        }
-        workgroupBarrier();
-        if (half == 0u) {
-            for (var j = 0u; j < EACH; j++) {
-                let position = place + j * PLACES;
-                let factor = scale_of(row_at(clamp(position, start, end - 1u))) * p.scale;
-                for (var v = 0u; v < SHARE / 4u; v++) {
-                    let at = position * VECTORS + share * (SHARE / 4u) + v;
-                    stage[at] = factor * (stage[at] + vec4(
-                        dots[4u * v * EACH + j],
-                        dots[(4u * v + 1u) * EACH + j],
-                        dots[(4u * v + 2u) * EACH + j],
-                        dots[(4u * v + 3u) * EACH + j],
-                    ));
-                }
-            }
+        // Values are on their way while weights are made; runs before the first that is seen are left out.
+        let first = start / SLICES / VALUES_AHEAD * VALUES_AHEAD;
+        var values_ahead: ValuesAhead;
+        for (var i = 0u; i < VALUES_AHEAD; i++) {
+            load_value(&values_ahead, first, start, end, lane, i);
         }
         workgroupBarrier();
 
-        let weigher = lane / VECTORS;
-        let vector = lane % VECTORS;
         let low = bitcast<f32>(p.low);
-        if (weigher < WEIGHERS) {
-            var most = vec4(low);
-            for (var position = weigher; position < end; position += WEIGHERS) {
-                if (position >= start) {
-                    most = max(most, stage[position * VECTORS + vector]);
-                }
+        let weigher = lane % WEIGHERS;
+        for (var head = lane / WEIGHERS; head < TILE; head += THREADS / WEIGHERS) {
+            var most = low;
+            for (var position = weigher; position < SPLIT; position += WEIGHERS) {
+                let at = head * SPLIT + place_of(position);
+                let score = weights[at / 4u][at % 4u];
+                most = max(most, select(low, score, position >= start && position < end));
             }
-            query_stage[lane] = most;
+            most = most_of_four(most);
+            if (weigher % 4u == 0u) {
+                let at = head * FOUND + weigher / 4u;
+                maxima[at / 4u][at % 4u] = most;
+            }
         }
         workgroupBarrier();
-        var most = vec4(low);
-        for (var i = 0u; i < WEIGHERS; i++) {
-            most = max(most, query_stage[i * VECTORS + vector]);
-        }
-        if (weigher < WEIGHERS) {
+        for (var head = lane / WEIGHERS; head < TILE; head += THREADS / WEIGHERS) {
+            var four = maxima[head * (FOUND / 4u)];
+            for (var i = 1u; i < FOUND / 4u; i++) {
+                four = max(four, maxima[head * (FOUND / 4u) + i]);
+            }
+            let most = max(max(four.x, four.y), max(four.z, four.w));
             // Scores that are all -infinity have no weight, rather than none that is a number.
-            let origin = select(most, vec4(0.0), bitcast<vec4<u32>>(most) == vec4(p.low));
-            var sum = vec4(0.0);
-            for (var position = weigher; position < end; position += WEIGHERS) {
-                if (position >= start) {
-                    let at = position * VECTORS + vector;
-                    let score = stage[at] - origin;
-                    let weight =
-                        vec4(exponential(score.x), exponential(score.y), exponential(score.z), exponential(score.w));
+            let origin = select(most, 0.0, bitcast<u32>(most) == p.low);
+            var sum = 0.0;
+            for (var position = weigher; position < SPLIT; position += WEIGHERS) {
+                let at = head * SPLIT + place_of(position);
+                var weight = 0.0;
+                if (position >= start && position < end) {
+                    weight = exponential(weights[at / 4u][at % 4u] - origin);
                     sum += weight;
-                    stage[at] = weight * scale_of(row_at(position));
+                    weight *= scale_of(row_at(position));
                 }
+                weights[at / 4u][at % 4u] = weight;
             }
-            totals[lane] = sum;
+            sum = sum_of_four(sum);
+            if (weigher % 4u == 0u) {
+                let at = head * FOUND + weigher / 4u;
+                totals[at / 4u][at % 4u] = sum;
+            }
         }
         workgroupBarrier();
-        if (weigher == 0u) {
-            var total = vec4(0.0);
-            for (var i = 0u; i < WEIGHERS; i++) {
-                total += totals[i * VECTORS + vector];
+        if (lane < TILE && first_head + lane < HEADS) {
+            var four = maxima[lane * (FOUND / 4u)];
+            var sum = totals[lane * (FOUND / 4u)];
+            for (var i = 1u; i < FOUND / 4u; i++) {
+                four = max(four, maxima[lane * (FOUND / 4u) + i]);
+                sum += totals[lane * (FOUND / 4u) + i];
             }
-            for (var k = 0u; k < 4u; k++) {
-                let head = first_head + 4u * vector + k;
-                if (head < HEADS) {
-                    stats[unit * HEADS + head] = vec2(most[k], total[k]);
-                }
-            }
+            let most = max(max(four.x, four.y), max(four.z, four.w));
+            end_query(unit, lane, first_head + lane, most, (sum.x + sum.y) + (sum.z + sum.w));
         }
 
-        let column = lane % COLUMNS;
-        let slice = lane / COLUMNS;
         var means = Means();
-        if (column < VALUE_WORDS) {
-            for (var first = slice; first < end; first += SLICES * AT_ONCE) {
-                var ahead: array<Narrow, AT_ONCE>;
-                for (var j = 0u; j < AT_ONCE; j++) {
-                    ahead[j] = values[row_at(clamp(first + j * SLICES, start, end - 1u)) * NARROW + column];
-                }
-                for (var j = 0u; j < AT_ONCE; j++) {
-                    let position = first + j * SLICES;
-                    if (position < start || position >= end) {
-                        continue;
-                    }
-                    add_weights(&means, position, widen_value(ahead[j]));
-                }
-            }
+        for (var run = first; run * SLICES < end; run += VALUES_AHEAD) {
+            take_values(&values_ahead, &means, run, start, end, lane);
         }
-        leave_heads(&means, unit, first_head, lane);
+        // Whoever ends a head needs what its softmax came to.
+        workgroupBarrier();
+        end_heads(&means, unit, first_head, lane);
+        workgroupBarrier();
+        hand_out(token, first_head, min(TILE, HEADS - first_head), lane);
     }
 }

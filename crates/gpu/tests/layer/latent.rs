@@ -76,7 +76,7 @@ impl Latents {
         mixed
     }
 
-    /// The same on the device, over scratch for `room` splits (or as many as one token needs); of int8 outputs their words.
+    /// The same on the device, over scratch for `room` splits (or as many as one token needs).
     fn attend_there(
         &self,
         gpu: &Gpu,
@@ -85,9 +85,24 @@ impl Latents {
         scale: f32,
         room: usize,
     ) -> Vec<f32> {
+        self.attend_by(gpu, tokens, queries, scale, room, &[], None)
+    }
+
+    /// The same, cut in one of these ways if there are some, and into an int8 plane too.
+    fn attend_by(
+        &self,
+        gpu: &Gpu,
+        tokens: &[(usize, usize, usize)],
+        queries: &[f32],
+        scale: f32,
+        room: usize,
+        cuts: &[LatentCut],
+        coded: Option<&CodedPlane>,
+    ) -> Vec<f32> {
         let kv = self.kv;
         let heads = queries.len() / tokens.len() / kv.key_dim();
         let visible = tokens.iter().map(|&(_, position, first)| position + 1 - first).max().unwrap();
+        let end = tokens.iter().map(|&(_, position, _)| position + 1).max().unwrap();
         let row = |&(session, position, first): &(usize, usize, usize)| {
             [position as u32, self.starts[session] as u32, first as u32, 0]
         };
@@ -99,21 +114,15 @@ impl Latents {
         let scratch = AttentionScratch::new(gpu, heads, kv.kv_rank, visible, bytes).unwrap();
         let n = tokens.len() * heads * kv.kv_rank;
         let out = stale(gpu, n + 4);
-        let outputs = AttentionOutputs { plane: Some(&out), coded: None };
-        let attention = LatentAttention::new(
-            gpu,
-            tokens.len(),
-            kv,
-            heads,
-            scale,
-            &queries,
-            &cache,
-            rows,
-            &scratch,
-            outputs,
-        )
-        .unwrap();
-        run(gpu, |step| attention.record(step, tokens.len(), visible));
+        let outputs = AttentionOutputs { plane: Some(&out), coded };
+        let t = tokens.len();
+        let attention = if cuts.is_empty() {
+            LatentAttention::new(gpu, t, kv, heads, scale, &queries, &cache, rows, &scratch, outputs)
+        } else {
+            LatentAttention::tuned(gpu, t, kv, heads, scale, &queries, &cache, rows, &scratch, outputs, cuts)
+        };
+        let attention = attention.unwrap();
+        run(gpu, |step| attention.record(step, t, visible, end));
         let all = read(gpu, &out);
         assert_stale(&all[n..]);
         all[..n].to_vec()
@@ -161,6 +170,55 @@ fn a_token_gets_the_same_latents_alone_among_others_and_in_rounds() {
             let (q, v) = (heads * kv.key_dim(), heads * kv_rank);
             let one = cache.attend_there(gpu, &tokens[t..=t], &queries[t * q..(t + 1) * q], 0.1, 0);
             assert_eq!(one, all[t * v..(t + 1) * v], "token {t}");
+        }
+    }
+}
+
+/// Whatever a workgroup has, and whether it ends with outputs (where all positions are of the first split) or leaves them to be joined.
+#[test]
+fn cuts_change_no_bits_of_latents() {
+    let Some(gpu) = gpu() else { return };
+    let cut = |heads, ahead, values_ahead| LatentCut { heads, ahead, values_ahead };
+    for (i, ((kv_rank, rope_dim), heads)) in SHAPES.into_iter().zip([5, 3, 128, 9]).enumerate() {
+        for (j, (format, _)) in FORMATS.into_iter().enumerate() {
+            if (i + j) % 3 != 1 {
+                continue;
+            }
+            let kv = LatentLayout { format, kv_rank, rope_dim };
+            let mut random = Random((5 * i + j) as u64);
+            let cache = Latents::new(kv, &[258, 129], &mut random);
+            for tokens in [
+                vec![(0, 127, 0)],
+                vec![(1, 128, 0)],
+                vec![(0, 5, 0), (1, 126, 97)],
+                vec![(0, 257, 0), (1, 0, 0), (0, 256, 130), (0, 140, 127)],
+            ] {
+                let queries = random.values(tokens.len() * heads * kv.key_dim());
+                let expected = cache.attend_there(gpu, &tokens, &queries, 0.2, 1 << 10);
+                let cuts = [cut(1, 3, 4), cut(4, 1, 8), cut(8, 2, 32), cut(2, 4, 16), cut(16, 1, 8)];
+                for cut in cuts.into_iter().skip(i % 2).step_by(2) {
+                    let got = cache.attend_by(gpu, &tokens, &queries, 0.2, 0, &[cut], None);
+                    assert_eq!(got, expected, "{kv:?}, {heads} heads, {tokens:?}, {cut:?}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn outputs_over_a_latent_are_quantised_as_the_cpu_would() {
+    let Some(gpu) = gpu() else { return };
+    let heads = 3;
+    for (kv_rank, group) in [(512, 64), (64, 32), (96, 64)] {
+        let kv = LatentLayout { format: KvFormat::F16, kv_rank, rope_dim: 8 };
+        let mut random = Random(kv_rank as u64 + 1);
+        let cache = Latents::new(kv, &[150], &mut random);
+        for tokens in [vec![(0, 100, 0), (0, 127, 0)], vec![(0, 149, 0)]] {
+            let queries = random.values(tokens.len() * heads * kv.key_dim());
+            let coded = stale_coded(gpu, tokens.len(), heads * kv_rank, group);
+            let got = cache.attend_by(gpu, &tokens, &queries, 0.2, 0, &[], Some(&coded));
+            assert_eq!(got, cache.attend_there(gpu, &tokens, &queries, 0.2, 0), "{kv_rank} {tokens:?}");
+            assert_coded(gpu, &coded, &got, tokens.len());
         }
     }
 }

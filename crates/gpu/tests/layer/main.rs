@@ -6,6 +6,7 @@ mod attention;
 #[path = "../common/mod.rs"]
 mod common;
 mod latent;
+mod latent_lone;
 mod norm;
 mod rope;
 mod route;
@@ -21,10 +22,10 @@ use smoe_format::{Encoding, Uniform, Zero};
 use smoe_gpu::{
     Angles, Argmax, Attention, AttentionHeads, AttentionOutputs, AttentionScratch, CodedMatmul, CodedPlane,
     Columns, Delta, Embed, FloatMatmul, Gpu, Halt, HeadColumns, HeadInput, HeadMatmul, HeadPlane, HeadTurn,
-    KV_BLOCK, KvFormat, KvLayout, Lanes, LatentAppend, LatentAttention, LatentInput, LatentLayout,
-    LatentNorm, LatentQueries, MixNorm, NormInput, NormMatmul, NormOutputs, Projections, QkNorm, RopeAppend,
-    RopeInput, RopePairs, Route, RouteInputs, RouteOutputs, RouterNorm, Rows, Shared, Slice, Step, Tuning,
-    Weights, WorkList,
+    KV_BLOCK, KvFormat, KvLayout, Lanes, LatentAppend, LatentAttention, LatentCut, LatentEntry, LatentExit,
+    LatentInput, LatentLayout, LatentNorm, LatentQueries, LatentRow, MixNorm, NormInput, NormMatmul,
+    NormOutputs, OwnMatmul, Projections, QkNorm, Quantise, RopeAppend, RopeInput, RopePairs, Route,
+    RouteInputs, RouteOutputs, RouterNorm, Rows, Shared, Slice, Step, Tuning, Weights, WorkList,
 };
 use smoe_kernels::{
     HeadInput as CpuHeadInput, HeadScratch, Kernels, KvBlocks, KvPlane, KvType, Matrix, Pool, RopeStyle,

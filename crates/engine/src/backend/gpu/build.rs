@@ -7,9 +7,9 @@ use smoe_format::{Encoding, FfnKind, ModelSpec, Uniform};
 use smoe_gpu::{
     Angles, Argmax, Attention, AttentionHeads, AttentionOutputs, AttentionScratch, CodedMatmul, CodedPlane,
     Columns, Delta, Down, Embed, ExactMatmul, ExpertInput, ExpertLayout, FloatMatmul, GateUp, Gpu, GpuError,
-    Halt, Hidden, KvLayout, MixNorm, NormInput, NormMatmul, NormOutputs, Projections as Projected, QkNorm,
-    RopeAppend, RopeInput, RopePairs, Route, RouteInputs, RouteOutputs, RouterNorm, Rows, Shared, Slice,
-    Weights as DeviceWeights, WorkList,
+    Halt, Hidden, KvLayout, MixNorm, NormInput, NormMatmul, NormOutputs, OwnMatmul, Projections as Projected,
+    QkNorm, RopeAppend, RopeInput, RopePairs, Route, RouteInputs, RouteOutputs, RouterNorm, Rows, Shared,
+    Slice, Weights as DeviceWeights, WorkList,
 };
 use smoe_kernels::{KvType, Matrix, Pool};
 use smoe_meter::TierMeter;
@@ -438,7 +438,18 @@ impl<'a> Builder<'a> {
             _ => Mixer::Latent(Box::new(self.latent(layer, stride, rows, angles, &mixed.float, coded)?)),
         };
         let delta = self.planes.delta.clone();
-        let o = self.product(&[host.matrix(&weights.o)], &mixed, t, &delta, d)?;
+        let o_matrix = self.up.matrix(&host.matrix(&weights.o))?;
+        let mut o = Vec::new();
+        self.products_of(&o_matrix, &mixed, t, &delta, d, 0, &mut o)?;
+        // Others' outputs come as int8.
+        let lone_o = match (&mixer, o_matrix.parts.as_slice(), coded) {
+            (Mixer::Latent(_), [part], Some(_)) => {
+                let (cols, encoding) = (o_matrix.cols, o_matrix.encoding);
+                let matrix = DeviceWeights::new(part.bytes.clone(), part.rows, cols, encoding);
+                OwnMatmul::new(self.gpu, &matrix, &mixed.float, &Columns::whole(delta.clone(), d))?
+            }
+            _ => None,
+        };
         let o_bias = weights.o_bias.as_ref().map(|bias| self.up.vector(bias)).transpose()?;
         let norm_weight = self.up.vector(&weights.ffn_norm)?;
         let added = Delta::Plane(&self.planes.delta, o_bias.as_ref());
@@ -530,7 +541,7 @@ impl<'a> Builder<'a> {
             }
             (LayerFfn::Moe { .. }, None) => unreachable!("an MoE layer has its table"),
         };
-        Ok(Layer { enter, enter_plain, qkv, lone, mixer, window, o, leave, ops })
+        Ok(Layer { enter, enter_plain, qkv, lone, mixer, window, o, lone_o, leave, ops })
     }
 
     /// Queries, keys and values of heads of their own, and attention over them, of a layer.

@@ -7,8 +7,8 @@ use smoe_format::ModelSpec;
 use smoe_format::spec::LatentSpec;
 use smoe_gpu::{
     Angles, AttentionOutputs, CodedPlane, Gpu, GpuError, HeadColumns, HeadInput, HeadMatmul, HeadPlane,
-    HeadTurn, LatentAppend, LatentAttention, LatentInput, LatentLayout, LatentNorm, LatentQueries, Quantise,
-    Rows, Slice, Step, Weights as DeviceWeights,
+    HeadTurn, LatentAppend, LatentAttention, LatentEntry, LatentExit, LatentInput, LatentLayout, LatentNorm,
+    LatentQueries, LatentRow, Quantise, Rows, Slice, Step, Weights as DeviceWeights,
 };
 use smoe_kernels::{KvType, Matrix};
 
@@ -100,19 +100,40 @@ pub(super) struct Latent {
     v_up: HeadMatmul,
     /// What the outputs' product takes.
     quantise: Option<Quantise>,
+    /// Of a lone token what `input` and `k_up` do, and `append` too if queries come with the projections.
+    entry: Option<LatentEntry>,
+    /// Of a lone token what joins its splits, and `v_up`.
+    exit: Option<LatentExit>,
 }
 
 impl Latent {
-    /// Records it for tokens that see at most `visible` positions.
-    pub(super) fn record(&self, step: &mut Step, tokens: usize, visible: usize) {
-        self.append.record(step, tokens);
+    /// Records it for tokens that see at most `visible` positions, all below `end`; what the outputs' product takes is made if it `quantises`.
+    pub(super) fn record(&self, step: &mut Step, tokens: usize, visible: usize, end: usize, quantises: bool) {
+        let entry = self.entry.as_ref().filter(|_| tokens == 1);
+        if entry.is_none() || !self.q.is_empty() {
+            self.append.record(step, tokens);
+        }
         self.q.iter().for_each(|product| product.record(step, tokens));
-        self.input.record(step, tokens);
-        self.k_up.record(step, tokens);
-        self.attention.record(step, tokens, visible);
-        self.latents.iter().for_each(|input| input.record(step, tokens));
-        self.v_up.record(step, tokens);
-        self.quantise.iter().for_each(|quantise| quantise.record(step, tokens));
+        match entry {
+            Some(entry) => entry.record(step),
+            None => {
+                self.input.record(step, tokens);
+                self.k_up.record(step, tokens);
+            }
+        }
+        let joins = LatentExit::joins(end) && !self.attention.is_whole(end);
+        match self.exit.as_ref().filter(|_| tokens == 1 && joins) {
+            Some(exit) => {
+                self.attention.record_splits(step, visible, end);
+                exit.record(step);
+            }
+            None => {
+                self.attention.record(step, tokens, visible, end);
+                self.latents.iter().for_each(|input| input.record(step, tokens));
+                self.v_up.record(step, tokens);
+            }
+        }
+        self.quantise.iter().filter(|_| quantises).for_each(|quantise| quantise.record(step, tokens));
     }
 }
 
@@ -164,7 +185,7 @@ impl<'a> Builder<'a> {
             from = HeadColumns { plane: &planes.q, stride: heads * a.head_dim, ..from };
         }
         let norms = self.up.vector(&norms)?;
-        let input = LatentInput {
+        let row_input = LatentInput {
             plane: &projected,
             stride,
             kv_at: stride - key_dim,
@@ -172,14 +193,21 @@ impl<'a> Builder<'a> {
             norm: LatentNorm { weights: &norms, eps: spec.norm_eps },
             angles,
         };
-        let append = LatentAppend::new(gpu, t, layout, input, rows, &cache)?;
+        let append = LatentAppend::new(gpu, t, layout, row_input, rows, &cache)?;
 
         let k_up = host.matrix(k_up);
         let first = (t, heads, a.head_dim - spec.rope_dim);
         let part = form(&mut planes.parts, gpu, first, group(&k_up, self.exact))?;
         let turn = HeadTurn { angles, rows, queries: &queries, key_dim };
         let input = HeadInput::new(gpu, t, heads, first.2, from, Some(turn), &part)?;
-        let k_up = self.head_matmul(&k_up, heads, &part, &queries, key_dim)?;
+        let weights = self.head_weights(&k_up)?;
+        let row = LatentRow { kv: layout, input: row_input, cache: &cache };
+        let row = q_products.is_empty().then_some(row);
+        let entry = match self.exact {
+            true => None,
+            false => LatentEntry::new(gpu, &weights, heads, from, turn, row)?,
+        };
+        let k_up = HeadMatmul::new(gpu, &weights, heads, &part, t, &queries, key_dim)?;
 
         let v_up = host.matrix(v_up);
         let wanted = group(&v_up, self.exact);
@@ -202,7 +230,7 @@ impl<'a> Builder<'a> {
         });
         let scale = (a.score_scale / (a.head_dim as f64).sqrt()) as f32;
         let outputs = AttentionOutputs { plane, coded: whole.as_ref() };
-        let scratch = &self.planes.scratch;
+        let scratch = &self.planes.scratch.clone();
         let attention =
             LatentAttention::new(gpu, t, layout, heads, scale, &queries, &cache, rows, scratch, outputs)?;
         let latents = match plane.filter(|_| wanted.is_some()) {
@@ -212,27 +240,26 @@ impl<'a> Builder<'a> {
             }
             None => None,
         };
-        let v_up = self.head_matmul(&v_up, heads, &of_heads, mixed, a.value_dim())?;
+        let weights = self.head_weights(&v_up)?;
+        let exit = match self.exact {
+            true => None,
+            false => LatentExit::new(gpu, &weights, heads, scratch, rows, mixed, a.value_dim())?,
+        };
+        let v_up = HeadMatmul::new(gpu, &weights, heads, &of_heads, t, mixed, a.value_dim())?;
         let quantise = coded.map(|coded| Quantise::new(gpu, mixed, coded)).transpose()?;
-        let latent = Latent { append, q: q_products, input, k_up, attention, latents, v_up, quantise };
+        let latent =
+            Latent { append, q: q_products, input, k_up, attention, latents, v_up, quantise, entry, exit };
         self.planes.latent = Some(planes);
         Ok(latent)
     }
 
-    fn head_matmul(
-        &mut self,
-        matrix: &Matrix<'_>,
-        heads: usize,
-        x: &HeadPlane,
-        out: &Slice,
-        stride: usize,
-    ) -> Result<HeadMatmul, EngineError> {
+    /// A matrix of every head's.
+    fn head_weights(&mut self, matrix: &Matrix<'_>) -> Result<DeviceWeights, EngineError> {
         let uploaded = self.up.matrix(matrix)?;
         let [part] = uploaded.parts.as_slice() else {
             let what = format!("a matrix of heads of {} bytes on this device", matrix.bytes().len());
             return Err(EngineError::Unsupported { what });
         };
-        let weights = DeviceWeights::new(part.bytes.clone(), part.rows, matrix.cols(), matrix.encoding());
-        Ok(HeadMatmul::new(self.gpu, &weights, heads, x, self.tokens, out, stride)?)
+        Ok(DeviceWeights::new(part.bytes.clone(), part.rows, matrix.cols(), matrix.encoding()))
     }
 }

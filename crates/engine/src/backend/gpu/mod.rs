@@ -252,6 +252,7 @@ impl GpuBackend {
             }
         }
         let seen = ops.window.min(visible);
+        let lone_o = ops.lone_o.as_ref().filter(|_| tokens == 1);
         match &ops.mixer {
             Mixer::Heads { attention, .. } if tokens == 1 && attention.turns(seen) => {
                 attention.record_turning(step, seen, visible);
@@ -260,9 +261,12 @@ impl GpuBackend {
                 rope.record(step, tokens);
                 attention.record(step, tokens, seen, visible);
             }
-            Mixer::Latent(latent) => latent.record(step, tokens, seen),
+            Mixer::Latent(latent) => latent.record(step, tokens, seen, visible, lone_o.is_none()),
         }
-        ops.o.iter().for_each(|product| product.record(step, tokens));
+        match lone_o {
+            Some(o) => o.record(step),
+            None => ops.o.iter().for_each(|product| product.record(step, tokens)),
+        }
         if leaves {
             ops.leave.record(step, tokens);
         }

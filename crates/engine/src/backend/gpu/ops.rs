@@ -2,7 +2,7 @@
 
 use smoe_gpu::{
     Argmax, Attention, CodedMatmul, CodedPlane, Down, Embed, ExactMatmul, FloatMatmul, GateUp, Gpu, GpuError,
-    MixNorm, NormMatmul, RopeAppend, Route, Slice, Step, WorkList,
+    MixNorm, NormMatmul, OwnMatmul, RopeAppend, Route, Slice, Step, WorkList,
 };
 
 use super::latent::Latent;
@@ -140,6 +140,8 @@ pub(super) struct Layer {
     /// Positions that attention sees at most.
     pub(super) window: usize,
     pub(super) o: Vec<Product>,
+    /// What `o` does, of a lone token's outputs that nobody has quantised.
+    pub(super) lone_o: Option<OwnMatmul>,
     /// Adds attention's output, and norms.
     pub(super) leave: MixNorm,
     pub(super) ops: LayerOps,
