@@ -20,14 +20,14 @@ const CHAINS: usize = 4;
 const LEAST_COLUMNS: usize = 4;
 /// How heads are cut for workgroups, from few to many; the last is for any number (EXP-GPU-13).
 const CUTS: [LatentCut; 5] = [
-    LatentCut { threads: 256, heads: 1, ahead: 9, values_ahead: 16 },
+    LatentCut { threads: 256, heads: 1, ahead: 18, values_ahead: 16 },
     LatentCut { threads: 256, heads: 2, ahead: 9, values_ahead: 16 },
-    LatentCut { threads: 128, heads: 4, ahead: 6, values_ahead: 16 },
-    LatentCut { threads: 128, heads: 8, ahead: 3, values_ahead: 8 },
-    LatentCut { threads: 128, heads: 16, ahead: 2, values_ahead: 8 },
+    LatentCut { threads: 256, heads: 4, ahead: 9, values_ahead: 16 },
+    LatentCut { threads: 256, heads: 8, ahead: 6, values_ahead: 8 },
+    LatentCut { threads: 128, heads: 16, ahead: 1, values_ahead: 8 },
 ];
-/// Workgroups that a device has room for at once, as a lone token's are cut (EXP-GPU-13).
-const AT_ONCE: usize = 264;
+/// Workgroups up to which they have fewer heads: about as many as there are multiprocessors (EXP-GPU-13).
+const FEW: usize = 160;
 /// Most heads of a workgroup that ends with the outputs of its token: it shares room for them.
 const WHOLE_HEADS: usize = 1;
 
@@ -393,7 +393,7 @@ impl LatentAttention {
         assert!(tokens == 0 || at_once > 0, "scratch for {} splits, {visible} positions are seen", self.room);
         let (scale, low) = (self.scale.to_bits(), f32::NEG_INFINITY.to_bits());
         let workgroups = |heads: usize| self.heads.div_ceil(heads);
-        let fits = |(heads, _): &&(usize, Op)| tokens * splits * workgroups(*heads) <= AT_ONCE;
+        let fits = |(heads, _): &&(usize, Op)| tokens * splits * workgroups(*heads) <= FEW;
         if let Some((heads, op)) = self.wholes.iter().find(fits).filter(|_| splits == 1 && !apart) {
             step.run(op, &[0, 1, scale, low], [1, workgroups(*heads) as u32, tokens as u32]);
             return;
