@@ -31,8 +31,8 @@ const WORKGROUPS: usize = 256;
 pub enum Lanes {
     /// Four, as many tiles at once as there are such.
     Four,
-    /// 32, with so many tiles on their way: of one token, and symmetric codes of 4 or 8 bits in groups of 64, or 4-bit codes
-    /// of a table in groups of 32 or 64.
+    /// 32, with so many tiles on their way: of one token, and symmetric codes of 4 or 8 bits in groups of 64. A table's levels take so
+    /// much arithmetic that exchanges come on top of it (EXP-GPU-13).
     Wide(u32),
 }
 
@@ -51,8 +51,7 @@ fn can_widen(encoding: Encoding) -> bool {
         Encoding::Uniform(uniform) => {
             uniform.zero() == Zero::Symmetric && uniform.group() == 64 && matches!(uniform.bits(), 4 | 8)
         }
-        Encoding::Table(table) => table.bits() == 4 && matches!(table.group(), 32 | 64),
-        Encoding::F32 | Encoding::F16 | Encoding::Bf16 => false,
+        Encoding::Table(_) | Encoding::F32 | Encoding::F16 | Encoding::Bf16 => false,
     }
 }
 
@@ -63,28 +62,12 @@ fn can_widen_on(gpu: &Gpu, encoding: Encoding, groups: usize) -> bool {
     gpu.has_wide_subgroups() && can_widen(encoding) && shared <= gpu.wide_shared_bytes()
 }
 
-/// Tiles of such codes that have as many columns as those that were timed, of 64.
-fn pieces(encoding: Encoding) -> usize {
-    encoding.tiles().map_or(1, |tiles| 64 / tiles.group().min(64))
-}
-
-impl Lanes {
-    /// As many columns on their way, whatever their tiles; not measured for other tiles (EXP-GPU-09).
-    fn holding(self, encoding: Encoding) -> Self {
-        match self {
-            Self::Wide(ahead) => Self::Wide(ahead * pieces(encoding) as u32),
-            Self::Four => Self::Four,
-        }
-    }
-}
-
 impl Tuning {
     /// For `blocks` blocks of rows of so many groups each, and passes of so many tokens: 32 lanes a tile for one token where
     /// that can be.
     pub(crate) fn of(gpu: &Gpu, encoding: Encoding, blocks: usize, groups: usize, pass: u32) -> Self {
         if pass == 1 && can_widen_on(gpu, encoding, groups) {
-            let Self { threads, lanes } = Self::wide(blocks, groups / pieces(encoding));
-            return Self { threads, lanes: lanes.holding(encoding) };
+            return Self::wide(blocks, groups);
         }
         Self::narrow(blocks, groups, pass)
     }
@@ -92,15 +75,19 @@ impl Tuning {
     /// The same for a lone token's gate or up, which meet.
     pub(crate) fn of_either(gpu: &Gpu, encoding: Encoding, blocks: usize, groups: usize) -> Self {
         if can_widen_on(gpu, encoding, groups) {
-            return Self { threads: 512, lanes: Lanes::Wide(1).holding(encoding) };
+            return Self { threads: 512, lanes: Lanes::Wide(1) };
         }
         Self::narrow(blocks, groups, 1)
     }
 
-    /// The same for a lone token's down, whose workgroups quantise.
-    pub(crate) fn of_lone_down(gpu: &Gpu, encoding: Encoding, groups: usize) -> Self {
+    /// The same for a lone token's down, whose workgroups quantise; if blocks are few, as of a shared expert, by what plain products of
+    /// that size take, not measured.
+    pub(crate) fn of_lone_down(gpu: &Gpu, encoding: Encoding, blocks: usize, groups: usize) -> Self {
         if can_widen_on(gpu, encoding, groups) {
-            return Self { threads: 256, lanes: Lanes::Wide(1).holding(encoding) };
+            return match blocks {
+                SOME_BLOCKS.. => Self { threads: 256, lanes: Lanes::Wide(1) },
+                _ => Self { threads: 512, lanes: Lanes::Wide(2) },
+            };
         }
         Self { threads: 128, lanes: Lanes::Four }
     }

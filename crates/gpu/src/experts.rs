@@ -116,8 +116,9 @@ impl Projection {
                     .map(|pass| {
                         let blocks = tensor.rows.div_ceil(ROWS) * TIMES;
                         let (cut, operands, own) = if let Some(values) = lone.filter(|_| pass == 1) {
+                            let blocks = tensor.rows.div_ceil(ROWS) * list.top_k;
                             let tuning =
-                                tuning.unwrap_or_else(|| Tuning::of_lone_down(gpu, encoding, groups));
+                                tuning.unwrap_or_else(|| Tuning::of_lone_down(gpu, encoding, blocks, groups));
                             (Cut::owning(gpu, uniform, tensor.cols, tuning), vec![slots, values], OWN_ROW)
                         } else {
                             let tuning =

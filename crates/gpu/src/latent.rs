@@ -8,35 +8,37 @@ use crate::rope::{Angles, KV_BLOCK, KvFormat, RopePairs, Rows};
 use crate::shader::{Access, Op};
 use crate::{AttentionOutputs, AttentionScratch, CodedPlane, Gpu, GpuError, Slice, Step};
 
-/// Threads of a workgroup of either kernel.
+/// Threads of a workgroup that makes rows, and lanes that add up rows of values.
 const THREADS: usize = 128;
 /// Widest latent of keys and values: a lane has four columns of it.
 const MAX_KV_RANK: usize = 4 * THREADS;
 /// Widest latent of queries, and widest row: they are shared by a workgroup, in what every device has.
 const MAX_WIDTH: usize = 3584;
-/// Positions of a lane: one of each block of a split.
-const EACH: u32 = (SPLIT / KV_BLOCK) as u32;
+/// Lanes of a position.
+const CHAINS: usize = 4;
 /// Least lanes side by side over a value: four positions of each of the others' have their weights side by side.
 const LEAST_COLUMNS: usize = 4;
 /// How heads are cut for workgroups, from few to many; the last is for any number (EXP-GPU-13).
 const CUTS: [LatentCut; 5] = [
-    LatentCut { heads: 1, ahead: 6, values_ahead: 16 },
-    LatentCut { heads: 2, ahead: 6, values_ahead: 16 },
-    LatentCut { heads: 4, ahead: 3, values_ahead: 16 },
-    LatentCut { heads: 8, ahead: 3, values_ahead: 8 },
-    LatentCut { heads: 16, ahead: 2, values_ahead: 8 },
+    LatentCut { threads: 256, heads: 1, ahead: 18, values_ahead: 16 },
+    LatentCut { threads: 256, heads: 2, ahead: 9, values_ahead: 16 },
+    LatentCut { threads: 256, heads: 4, ahead: 9, values_ahead: 16 },
+    LatentCut { threads: 256, heads: 8, ahead: 6, values_ahead: 8 },
+    LatentCut { threads: 128, heads: 16, ahead: 1, values_ahead: 8 },
 ];
-/// Workgroups that a device has room for at once, as a lone token's are cut (EXP-GPU-13).
-const AT_ONCE: usize = 264;
+/// Workgroups up to which they have fewer heads: about as many as there are multiprocessors (EXP-GPU-13).
+const FEW: usize = 160;
 /// Most heads of a workgroup that ends with the outputs of its token: it shares room for them.
-const WHOLE_HEADS: usize = 4;
+const WHOLE_HEADS: usize = 1;
 
 /// How [`LatentAttention`] is cut: what is timed to choose. It changes no bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LatentCut {
+    /// Threads of a workgroup: 128, 256 or 512. A lane has four, two or one positions.
+    pub threads: usize,
     /// Heads of a workgroup: 1, 2, 4, 8 or 16. Each row of the cache is read once for them.
     pub heads: usize,
-    /// Units of eight columns, of each of its four positions, that a lane has on their way; of rows of f32 half of them.
+    /// Units of eight columns, of each of its positions, that a lane has on their way; of rows of f32 half of them.
     pub ahead: usize,
     /// Rows of values that it has on their way: 4, 8, 16 or 32.
     pub values_ahead: usize,
@@ -391,7 +393,7 @@ impl LatentAttention {
         assert!(tokens == 0 || at_once > 0, "scratch for {} splits, {visible} positions are seen", self.room);
         let (scale, low) = (self.scale.to_bits(), f32::NEG_INFINITY.to_bits());
         let workgroups = |heads: usize| self.heads.div_ceil(heads);
-        let fits = |(heads, _): &&(usize, Op)| tokens * splits * workgroups(*heads) <= AT_ONCE;
+        let fits = |(heads, _): &&(usize, Op)| tokens * splits * workgroups(*heads) <= FEW;
         if let Some((heads, op)) = self.wholes.iter().find(fits).filter(|_| splits == 1 && !apart) {
             step.run(op, &[0, 1, scale, low], [1, workgroups(*heads) as u32, tokens as u32]);
             return;
@@ -443,14 +445,17 @@ impl Core {
     /// What both kernels bind and know.
     fn draft<'b>(&self, queries: &'b Slice, cache: &'b Slice, rows: Rows<'b>) -> Draft<'b> {
         let LatentLayout { format, kv_rank, .. } = self.kv;
-        let LatentCut { heads, ahead, values_ahead } = self.cut;
-        let known = matches!(heads, 1 | 2 | 4 | 8 | 16) && matches!(values_ahead, 4 | 8 | 16 | 32);
+        let LatentCut { threads, heads, ahead, values_ahead } = self.cut;
+        let known = matches!(threads, 128 | 256 | 512)
+            && matches!(heads, 1 | 2 | 4 | 8 | 16)
+            && matches!(values_ahead, 4 | 8 | 16 | 32);
         assert!(known && ahead > 0, "{:?}", self.cut);
         // Outputs, and behind them what slices come to.
         let outputs = if self.whole { heads * kv_rank / 4 } else { 0 };
-        let slices = if self.columns() < THREADS { THREADS } else { 0 };
+        let slices = if self.columns() < THREADS { threads } else { 0 };
         Draft::default()
             .constant("HEADS", self.heads)
+            .constant("THREADS", threads)
             .constant("TILE", heads)
             .constant("AHEAD", self.ahead())
             .constant("VALUES_AHEAD", self.values_ahead())
@@ -474,6 +479,8 @@ impl Core {
     /// Their text.
     fn text(&self) -> String {
         let (heads, ahead) = (self.cut.heads as u32, self.ahead() as u32);
+        let each = SPLIT * CHAINS / self.cut.threads;
+        let mixed = heads / heads.min((self.cut.threads / THREADS) as u32);
         let calls = |head: &str, n: u32, call: &dyn Fn(&str) -> String| self.repeated.calls(head, n, call);
         let (units, starts) = ("ahead: ptr<function, Ahead>", "starts: ptr<function, Starts>");
         let (dots, means) = ("dots: ptr<function, Dots>", "means: ptr<function, Means>");
@@ -486,14 +493,22 @@ impl Core {
                 KvFormat::Q8 => include_str!("wgsl/latent_units_q8.wgsl"),
             }
             .to_owned(),
+            match each {
+                1 => include_str!("wgsl/latent_each_1.wgsl"),
+                2 => include_str!("wgsl/latent_each_2.wgsl"),
+                _ => include_str!("wgsl/latent_each_4.wgsl"),
+            }
+            .to_owned(),
             match self.whole {
                 true => include_str!("wgsl/attention_whole.wgsl"),
                 false => include_str!("wgsl/attention_split.wgsl"),
             }
             .to_owned(),
-            calls(&format!("load_units({units}, {starts}, round: u32, chain: u32)"), ahead * EACH, &|i| {
-                format!("load_unit(ahead, starts, round, chain, {i});")
-            }),
+            calls(
+                &format!("load_units({units}, {starts}, round: u32, chain: u32)"),
+                ahead * each as u32,
+                &|i| format!("load_unit(ahead, starts, round, chain, {i});"),
+            ),
             calls(
                 &format!("take_units({units}, {dots}, {starts}, round: u32, chain: u32, stage: u32)"),
                 ahead,
@@ -510,10 +525,10 @@ impl Core {
                 self.values_ahead() as u32 / 4,
                 &|v| format!("take_value(ahead, means, first, start, end, lane, {v});"),
             ),
-            calls(&format!("add_weights({means}, x: ptr<function, Four>, at: u32)"), heads, &|h| {
+            calls(&format!("add_weights({means}, x: ptr<function, Four>, at: u32)"), mixed, &|h| {
                 format!("add_weight(means, x, at, {h});")
             }),
-            calls(&format!("end_heads({means}, unit: u32, first_head: u32, lane: u32)"), heads, &|h| {
+            calls(&format!("end_heads({means}, unit: u32, first_head: u32, lane: u32)"), mixed, &|h| {
                 format!("end_head(means, unit, first_head, lane, {h});")
             }),
         ]

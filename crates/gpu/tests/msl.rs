@@ -15,9 +15,9 @@ use smoe_gpu::{
     Angles, Argmax, Attention, AttentionHeads, AttentionOutputs, AttentionScratch, CodedMatmul, CodedPlane,
     Columns, Delta, Down, Embed, ExactMatmul, ExpertInput, ExpertLayout, FloatMatmul, GateUp, Gpu, GpuError,
     HeadColumns, HeadInput, HeadMatmul, HeadPlane, HeadTurn, Hidden, KV_BLOCK, KvFormat, KvLayout, Lanes,
-    LatentAppend, LatentAttention, LatentInput, LatentLayout, LatentNorm, LatentQueries, MixNorm,
-    NormOutputs, Projections, QkNorm, Quantise, RopeAppend, RopeInput, RopePairs, Route, RouteInputs,
-    RouteOutputs, Rows, Shared, Slice, Tuning, Weights, WorkList,
+    LatentAppend, LatentAttention, LatentEntry, LatentExit, LatentInput, LatentLayout, LatentNorm,
+    LatentQueries, LatentRow, MixNorm, NormOutputs, OwnMatmul, Projections, QkNorm, Quantise, RopeAppend,
+    RopeInput, RopePairs, Route, RouteInputs, RouteOutputs, Rows, Shared, Slice, Tuning, Weights, WorkList,
 };
 
 /// A kernel in Metal's language.
@@ -345,11 +345,33 @@ fn latent(gpu: &Gpu) -> Result<(), GpuError> {
             [(CODED[0], Some(64)), (CODED[6], Some(64)), (CODED[6], None), (Encoding::Bf16, None)]
         {
             let part = HeadPlane::new(gpu, tokens, heads, nope, group)?;
-            let turn = Some(HeadTurn { angles, rows, queries: &queries, key_dim });
-            HeadInput::new(gpu, tokens, heads, nope, from, turn, &part)?;
-            let bytes = encoding.tensor_bytes(heads * kv_rank, nope).unwrap() as u64;
-            let weights = Weights::new(gpu.buffer("test", bytes)?, heads * kv_rank, nope, encoding);
+            let turn = HeadTurn { angles, rows, queries: &queries, key_dim };
+            HeadInput::new(gpu, tokens, heads, nope, from, Some(turn), &part)?;
+            let matrix = |rows: usize, cols: usize| -> Result<Weights, GpuError> {
+                let bytes = encoding.tensor_bytes(rows, cols).unwrap() as u64;
+                Ok(Weights::new(gpu.buffer("test", bytes)?, rows, cols, encoding))
+            };
+            let weights = matrix(heads * kv_rank, nope)?;
             HeadMatmul::new(gpu, &weights, heads, &part, tokens, &queries, key_dim)?;
+            if group.is_some() {
+                let kv = LatentLayout { format: KvFormat::Q8, kv_rank, rope_dim };
+                let cache = gpu.buffer("cache", kv.block_bytes() as u64)?;
+                let row_at = from.stride - key_dim;
+                let norm = LatentNorm { weights: &norms, eps: 1e-6 };
+                let (plane, stride) = (from.plane, from.stride);
+                let input = LatentInput { plane, stride, kv_at: row_at, queries: None, norm, angles };
+                LatentEntry::new(
+                    gpu,
+                    &weights,
+                    heads,
+                    from,
+                    turn,
+                    Some(LatentRow { kv, input, cache: &cache }),
+                )?;
+                let (out, matrix) = (floats(gpu, heads * 64), matrix(heads * 64, kv_rank)?);
+                LatentExit::new(gpu, &matrix, heads, &scratch, rows, &out, 64)?;
+                OwnMatmul::new(gpu, &matrix, &queries, &Columns::whole(out, heads * 64))?;
+            }
         }
     }
     Ok(())

@@ -1,12 +1,10 @@
-// The same sums as coded.wgsl's, to the bit, of one token and symmetric codes of 4 or 8 bits in groups of 64, or 4-bit codes of a
-// table in groups of 32 or 64: 32 lanes
-// share a tile. They read its pieces side by side, TILES_AHEAD tiles on their way before the first is needed; four lanes a tile
+// The same sums as coded.wgsl's, to the bit, of one token and symmetric codes of 4 or 8 bits in groups of 64: 32 lanes share a tile. They read its pieces side by side, TILES_AHEAD tiles on their way before the first is needed; four lanes a tile
 // would hold too much each for as many to be at work. A lane has four columns of eight rows at once (of four, if codes
 // are bytes); exchanges with lanes that have other columns of the same rows leave it one row's integer. Then sixteen
 // lanes run down the groups of a block, two rows each, with one fused multiply-add a group.
 //
 // Needs: coded_tiles.wgsl; coded_plane.wgsl or coded_own.wgsl, the operand; coded_wide_exchange.wgsl or
-// coded_wide_played.wgsl; fn level_pairs, which makes factors of codes; fn finish, which takes the sums; fn fma2, const PLAYED; the lists load_tiles and take_tiles of what is here by
+// coded_wide_played.wgsl; fn finish, which takes the sums; fn fma2, const PLAYED; the lists load_tiles and take_tiles of what is here by
 // the tile, which cut.rs appends; consts THREADS, TILES_AHEAD, ROW_TILES (of a block of rows), ONE_ROUND.
 
 const LANES: u32 = 32u;
@@ -38,9 +36,7 @@ fn load_x(job: ptr<function, Job>, window: ptr<function, Window>, tile: u32, lan
         (*window).x[i] = x_codes_of(job, 0u, tile, lane >> 3u);
     } else {
         (*window).x[i].x = x_word_of(job, tile, lane >> 2u);
-        if (PIECES == 2u) {
-            (*window).x[i].y = x_word_of(job, tile, 8u + (lane >> 2u));
-        }
+        (*window).x[i].y = x_word_of(job, tile, 8u + (lane >> 2u));
     }
     (*window).cells[i] = x_cell_of(job, 0u, tile);
 }
@@ -58,9 +54,7 @@ fn load_tile(job: ptr<function, Job>, window: ptr<function, Window>, first: u32,
             (*window).pieces[PIECES * i + 3u] = stored[start + 24u];
         } else {
             (*window).pieces[PIECES * i] = stored[at + lane];
-            if (PIECES == 2u) {
-                (*window).pieces[PIECES * i + 1u] = stored[at + lane + 32u];
-            }
+            (*window).pieces[PIECES * i + 1u] = stored[at + lane + 32u];
         }
         let row = row_of(lane);
         (*window).scales[i] = stored[at + 4u * LOW_LINES + (row >> 3u)][(row >> 1u) & 3u];
@@ -84,33 +78,17 @@ fn dot_tile(window: ptr<function, Window>, lane: u32, i: u32) -> i32 {
         return select(two.x, two.y, second) + exchange1(select(two.y, two.x, second), 8u);
     }
     let a = (*window).pieces[PIECES * i];
-    var b = vec4(0u);
-    if (PIECES == 2u) {
-        b = (*window).pieces[PIECES * i + 1u];
-    }
-    var low: vec4<i32>;
-    var high: vec4<i32>;
-    if (TABLE == 1u) {
-        let first = level_pairs(a);
-        low = dot4(first.low, x.x);
-        high = dot4(first.high, x.x);
-        if (PIECES == 2u) {
-            let other = level_pairs(b);
-            low += dot4(other.low, x.y);
-            high += dot4(other.high, x.y);
-        }
-    } else {
-        low = dot4(a & vec4(0x0f0f0f0fu), x.x) + dot4(b & vec4(0x0f0f0f0fu), x.y);
-        // Sixteen times code less 8: no shift but one in the end.
-        high = dot4((a & vec4(0xf0f0f0f0u)) ^ vec4(0x80808080u), x.x)
-            + dot4((b & vec4(0xf0f0f0f0u)) ^ vec4(0x80808080u), x.y);
-    }
+    let b = (*window).pieces[PIECES * i + 1u];
+    let low = dot4(a & vec4(0x0f0f0f0fu), x.x) + dot4(b & vec4(0x0f0f0f0fu), x.y);
+    // Sixteen times code less 8: no shift but one in the end.
+    let high = dot4((a & vec4(0xf0f0f0f0u)) ^ vec4(0x80808080u), x.x)
+        + dot4((b & vec4(0xf0f0f0f0u)) ^ vec4(0x80808080u), x.y);
     let four = select(low, high, upper) + exchange4(select(high, low, upper), 16u);
     let two = select(four.xy, four.zw, second) + exchange2(select(four.zw, four.xy, second), 8u);
     let third = (lane & 4u) != 0u;
     let sum = select(two.x, two.y, third) + exchange1(select(two.y, two.x, third), 4u);
     let shifted = (sum >> 4u) + 8i * bitcast<i32>((*window).cells[i].y);
-    return select(sum, shifted, upper && TABLE == 0u);
+    return select(sum, shifted, upper);
 }
 
 fn take_tile(job: ptr<function, Job>, window: ptr<function, Window>, first: u32, lane: u32, i: u32) {

@@ -1,7 +1,7 @@
 // Attention of heads that share a latent, over one split of positions. Workgroups: (split, TILE heads, token).
 //
-// Needs: norm_float.wgsl, fn fma2 and fma4, attention_*.wgsl, latent_units_*.wgsl, attention_split.wgsl or attention_whole.wgsl; const
-// HEADS, TILE (heads of a workgroup), AHEAD (units of each of its positions that a lane has on their way), VALUES_AHEAD (rows of values;
+// Needs: norm_float.wgsl, fn fma2 and fma4, attention_*.wgsl, latent_units_*.wgsl, latent_each_*.wgsl, attention_split.wgsl or attention_whole.wgsl; const
+// HEADS, THREADS, TILE (heads of a workgroup), AHEAD (units of each of its positions that a lane has on their way), VALUES_AHEAD (rows of values;
 // a multiple of four), KEY_DIM, VALUE_DIM (the first elements of a key), COLUMNS (lanes side by side over a value), ROW (16-byte words of a
 // cache row), NARROW (of four values in 16 bytes), alias Narrow (these four); the buffers keys (vec4<u32>) and values (four elements each)
 // of the same cache, rows (vec4<u32>), tables (u32), queries (vec4<f32>); the lists load_units, take_units, add_heads, leave_scores,
@@ -13,17 +13,16 @@
 //     scores    four lanes for each position, by turns a unit of eight columns each; a lane has EACH positions. Queries go
 //               through shared memory, PART vectors at a time, those that come being on their way; four lanes add up what they have
 //     weights   a lane for a head at every 32nd position
-//     sums      a lane for four columns and every SLICES-th position, for all heads; slices are added last
+//     sums      a lane for four columns and every SLICES-th position, for some heads; slices are added last
 //
-// Splits begin at multiples of SPLIT, whatever the token sees, and every sum has an order of its own, which neither TILE nor AHEAD
-// changes: so what a token gets depends neither on its neighbours nor on how many there are.
+// Splits begin at multiples of SPLIT, whatever the token sees, and every sum has an order of its own, which neither THREADS, TILE nor
+// AHEAD changes: so what a token gets depends neither on its neighbours nor on how many there are.
 
 struct Params { first: u32, splits: u32, scale: f32, low: u32, nothing: u32 }
 var<immediate> p: Params;
 
 const SPLIT: u32 = 128u;
 const BLOCK: u32 = 32u;
-const THREADS: u32 = 128u;
 // Lanes of a position: chains of a score.
 const CHAINS: u32 = 4u;
 // Lanes side by side over positions, and positions of each, one of each block.
@@ -42,19 +41,26 @@ const FOUND: u32 = WEIGHERS / 4u;
 // Vectors of four heads.
 const VECTORS: u32 = (TILE + 3u) / 4u;
 const VALUE_WORDS: u32 = VALUE_DIM / 4u;
-const SLICES: u32 = THREADS / COLUMNS;
+// Lanes that add up rows of values, and how many of them share the heads.
+const MIXERS: u32 = 128u;
+const GROUPS: u32 = min(THREADS / MIXERS, TILE);
+const HEADS_EACH: u32 = TILE / GROUPS;
+const SLICES: u32 = MIXERS / COLUMNS;
 // Positions of a slice.
 const LENGTH: u32 = SPLIT / SLICES;
 
 alias Starts = array<u32, EACH>;
 alias Ahead = array<Unit, AHEAD * EACH>;
-// A column of a unit, of each of a lane's positions; its sums of a head.
-alias Columns = array<vec4<f32>, 8>;
-alias Dots = array<vec4<f32>, TILE>;
+// A vector of each of a lane's positions; a column of a unit of each; its sums by head.
+alias Words = array<vec4<f32>, EACH>;
+alias Columns = array<Each, 8>;
+alias Dots = array<Each, TILE>;
 alias ValuesAhead = array<Narrow, VALUES_AHEAD>;
 alias Four = array<vec4<f32>, 4>;
-// Of a lane's columns, by head.
-alias Means = array<vec4<f32>, TILE>;
+// Of a lane's columns, by its heads.
+alias Means = array<vec4<f32>, HEADS_EACH>;
+// A run of rows of values is of one block: their places are known by the first.
+const RUN_IN_BLOCK: bool = VALUES_AHEAD * SLICES <= BLOCK;
 
 // Queries, [2, TILE, PART].
 var<workgroup> query_stage: array<vec4<f32>, 2u * TILE * PART>;
@@ -103,27 +109,15 @@ fn add_head(columns: ptr<function, Columns>, dots: ptr<function, Dots>, at: u32,
     let x = query_stage[at + head * PART];
     let y = query_stage[at + head * PART + 1u];
     var dot = (*dots)[head];
-    dot = fma((*columns)[0], vec4(x.x), dot);
-    dot = fma((*columns)[1], vec4(x.y), dot);
-    dot = fma((*columns)[2], vec4(x.z), dot);
-    dot = fma((*columns)[3], vec4(x.w), dot);
-    dot = fma((*columns)[4], vec4(y.x), dot);
-    dot = fma((*columns)[5], vec4(y.y), dot);
-    dot = fma((*columns)[6], vec4(y.z), dot);
-    dot = fma((*columns)[7], vec4(y.w), dot);
+    dot = fma((*columns)[0], Each(x.x), dot);
+    dot = fma((*columns)[1], Each(x.y), dot);
+    dot = fma((*columns)[2], Each(x.z), dot);
+    dot = fma((*columns)[3], Each(x.w), dot);
+    dot = fma((*columns)[4], Each(y.x), dot);
+    dot = fma((*columns)[5], Each(y.y), dot);
+    dot = fma((*columns)[6], Each(y.z), dot);
+    dot = fma((*columns)[7], Each(y.w), dot);
     (*dots)[head] = dot;
-}
-
-fn transpose(a: vec4<f32>, b: vec4<f32>, c: vec4<f32>, d: vec4<f32>, there: bool) -> Four {
-    var out = Four(
-        vec4(a.x, b.x, c.x, d.x), vec4(a.y, b.y, c.y, d.y), vec4(a.z, b.z, c.z, d.z), vec4(a.w, b.w, c.w, d.w)
-    );
-    if (RAGGED) {
-        for (var i = 0u; i < 4u; i++) {
-            out[i] = select(vec4(0.0), out[i], there);
-        }
-    }
-    return out;
 }
 
 /// Multiplies a unit of each position by all heads, and sends for the next round's.
@@ -136,34 +130,35 @@ fn take_unit(
     stage: u32,
     i: u32,
 ) {
-    let a = (*ahead)[EACH * i];
-    let b = (*ahead)[EACH * i + 1u];
-    let c = (*ahead)[EACH * i + 2u];
-    let d = (*ahead)[EACH * i + 3u];
-    if (round + 1u < ROUNDS) {
-        load_unit(ahead, starts, round + 1u, chain, EACH * i);
-        load_unit(ahead, starts, round + 1u, chain, EACH * i + 1u);
-        load_unit(ahead, starts, round + 1u, chain, EACH * i + 2u);
-        load_unit(ahead, starts, round + 1u, chain, EACH * i + 3u);
+    var first: Words;
+    var second: Words;
+    for (var j = 0u; j < EACH; j++) {
+        let unit = (*ahead)[EACH * i + j];
+        first[j] = first_word(unit);
+        second[j] = second_word(unit);
+        if (round + 1u < ROUNDS) {
+            load_unit(ahead, starts, round + 1u, chain, EACH * i + j);
+        }
     }
     let word = 2u * (i * CHAINS + chain);
-    let left = QUERY_WORDS - min(round * PART + word, QUERY_WORDS);
-    let first = transpose(first_word(a), first_word(b), first_word(c), first_word(d), left > 0u);
-    let second = transpose(second_word(a), second_word(b), second_word(c), second_word(d), left > 1u);
-    var columns = Columns(
-        first[0], first[1], first[2], first[3], second[0], second[1], second[2], second[3]
-    );
+    let a = columns_of(&first);
+    let b = columns_of(&second);
+    var columns = Columns(a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3]);
+    if (RAGGED) {
+        let left = QUERY_WORDS - min(round * PART + word, QUERY_WORDS);
+        for (var c = 0u; c < 8u; c++) {
+            columns[c] = select(Each(0.0), columns[c], left > c / 4u);
+        }
+    }
     add_heads(&columns, dots, stage + word);
 }
 
-/// Adds up what the four lanes of a position have of a head, and leaves the score of that of the lane's positions whose number is its chain.
+/// Leaves a head's score of one of the lane's positions, that whose number is its chain; lanes beyond have none.
 fn leave_score(dots: ptr<function, Dots>, chain: u32, factor: f32, place: u32, head: u32) {
-    let dot = (*dots)[head];
-    let upper = (chain & 2u) != 0u;
-    let two = select(dot.xy, dot.zw, upper) + subgroupShuffleXor(select(dot.zw, dot.xy, upper), 2u);
-    let odd = (chain & 1u) != 0u;
-    let one = select(two.x, two.y, odd) + subgroupShuffleXor(select(two.y, two.x, odd), 1u);
-    weights[(head * SPLIT + place) / 4u][place % 4u] = factor * one;
+    let sum = sum_of_chains((*dots)[head], chain);
+    if (chain < EACH) {
+        weights[(head * SPLIT + place) / 4u][place % 4u] = factor * sum;
+    }
 }
 
 /// The largest or the sum of what four neighbouring lanes have.
@@ -177,14 +172,25 @@ fn sum_of_four(x: f32) -> f32 {
     return two + subgroupShuffleXor(two, 2u);
 }
 
-/// Row `item` of a run of a slice's from `first` on.
-fn load_value(ahead: ptr<function, ValuesAhead>, first: u32, start: u32, end: u32, lane: u32, item: u32) {
-    let position = (first + item) * SLICES + lane / COLUMNS;
-    let at = row_at(clamp(position, start, end - 1u)) * NARROW;
-    (*ahead)[item] = values[at + min(lane % COLUMNS, VALUE_WORDS - 1u)];
+/// Rows `item ..+ 4` of a run of a slice's that begins with `first`; what is not seen is not looked at.
+fn load_values(ahead: ptr<function, ValuesAhead>, first: u32, item: u32, start: u32, end: u32, lane: u32) {
+    let slice = (lane % MIXERS) / COLUMNS;
+    let column = min(lane % COLUMNS, VALUE_WORDS - 1u);
+    if (RUN_IN_BLOCK) {
+        let block = blocks[min(first * SLICES, end - 1u) / BLOCK] * BLOCK;
+        let at = (block + (first * SLICES) % BLOCK + slice) * ROW * NARROW + column;
+        for (var k = 0u; k < 4u; k++) {
+            (*ahead)[item + k] = values[at + (item + k) * SLICES * ROW * NARROW];
+        }
+        return;
+    }
+    for (var k = 0u; k < 4u; k++) {
+        let position = (first + item + k) * SLICES + slice;
+        (*ahead)[item + k] = values[row_at(clamp(position, start, end - 1u)) * NARROW + column];
+    }
 }
 
-/// Adds four positions' columns, by the weights of a head; `at` are these of the first head.
+/// Adds four positions' columns, by the weights of a head; `at` are these of the lane's first head.
 fn add_weight(means: ptr<function, Means>, x: ptr<function, Four>, at: u32, head: u32) {
     let w = weights[at + head * (SPLIT / 4u)];
     var mean = (*means)[head];
@@ -195,7 +201,7 @@ fn add_weight(means: ptr<function, Means>, x: ptr<function, Four>, at: u32, head
     (*means)[head] = mean;
 }
 
-/// Adds four rows of values for all heads, and sends for those of the next run. What is not seen counts as zeros.
+/// Adds four rows of values for the lane's heads, and sends for those of the next run. What is not seen counts as zeros.
 fn take_value(
     ahead: ptr<function, ValuesAhead>,
     means: ptr<function, Means>,
@@ -205,34 +211,41 @@ fn take_value(
     lane: u32,
     v: u32,
 ) {
+    let slice = (lane % MIXERS) / COLUMNS;
     var x: Four;
     for (var k = 0u; k < 4u; k++) {
-        let position = (first + 4u * v + k) * SLICES + lane / COLUMNS;
-        x[k] = widen_value(select(Narrow(0u), (*ahead)[4u * v + k], position >= start && position < end));
+        x[k] = widen_value((*ahead)[4u * v + k]);
     }
-    if (first + VALUES_AHEAD < LENGTH) {
+    if (first * SLICES < start || (first + VALUES_AHEAD) * SLICES > end) {
         for (var k = 0u; k < 4u; k++) {
-            load_value(ahead, first + VALUES_AHEAD, start, end, lane, 4u * v + k);
+            let position = (first + 4u * v + k) * SLICES + slice;
+            x[k] = select(vec4(0.0), x[k], position >= start && position < end);
         }
     }
-    add_weights(means, &x, ((lane / COLUMNS) * LENGTH + first) / 4u + v);
+    if (first + VALUES_AHEAD < LENGTH) {
+        load_values(ahead, first + VALUES_AHEAD, 4u * v, start, end, lane);
+    }
+    let head = (lane / MIXERS) * HEADS_EACH;
+    add_weights(means, &x, (head * SPLIT + slice * LENGTH + first) / 4u + v);
 }
 
-/// Leaves a head's columns: they are whole, or there are other lanes' to be added.
-fn end_head(means: ptr<function, Means>, unit: u32, first_head: u32, lane: u32, head: u32) {
-    var sum = (*means)[head];
+/// Leaves the columns of one of the lane's heads: they are whole, or there are other lanes' to be added.
+fn end_head(means: ptr<function, Means>, unit: u32, first_head: u32, lane: u32, h: u32) {
+    var sum = (*means)[h];
+    let mixer = lane % MIXERS;
     if (SLICES > 1u) {
         workgroupBarrier();
         scores[SLICED + lane] = sum;
         workgroupBarrier();
-        if (lane < VALUE_WORDS) {
+        if (mixer < VALUE_WORDS) {
             for (var s = 1u; s < SLICES; s++) {
                 sum += scores[SLICED + s * COLUMNS + lane];
             }
         }
     }
-    if (lane < VALUE_WORDS && first_head + head < HEADS) {
-        end_sum(unit, head, first_head + head, lane, sum);
+    let head = (lane / MIXERS) * HEADS_EACH + h;
+    if (mixer < VALUE_WORDS && head < TILE && first_head + head < HEADS) {
+        end_sum(unit, head, first_head + head, mixer, sum);
     }
 }
 
@@ -277,15 +290,18 @@ fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) l
             }
             take_units(&ahead, &dots, &starts, round, chain, stage);
         }
-        let own = chain * PLACES + place;
+        let own = (chain % EACH) * PLACES + place;
         let factor = scale_of(row_at(clamp(own, start, end - 1u))) * p.scale;
         leave_scores(&dots, chain, factor, place_of(own));
 
         // Values are on their way while weights are made; runs before the first that is seen are left out.
         let first = start / SLICES / VALUES_AHEAD * VALUES_AHEAD;
+        let mixes = lane < GROUPS * MIXERS;
         var values_ahead: ValuesAhead;
-        for (var i = 0u; i < VALUES_AHEAD; i++) {
-            load_value(&values_ahead, first, start, end, lane, i);
+        if (mixes) {
+            for (var i = 0u; i < VALUES_AHEAD; i += 4u) {
+                load_values(&values_ahead, first, i, start, end, lane);
+            }
         }
         workgroupBarrier();
 
@@ -343,8 +359,10 @@ fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) l
         }
 
         var means = Means();
-        for (var run = first; run * SLICES < end; run += VALUES_AHEAD) {
-            take_values(&values_ahead, &means, run, start, end, lane);
+        if (mixes) {
+            for (var run = first; run * SLICES < end; run += VALUES_AHEAD) {
+                take_values(&values_ahead, &means, run, start, end, lane);
+            }
         }
         // Whoever ends a head needs what its softmax came to.
         workgroupBarrier();

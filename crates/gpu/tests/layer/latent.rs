@@ -178,7 +178,7 @@ fn a_token_gets_the_same_latents_alone_among_others_and_in_rounds() {
 #[test]
 fn cuts_change_no_bits_of_latents() {
     let Some(gpu) = gpu() else { return };
-    let cut = |heads, ahead, values_ahead| LatentCut { heads, ahead, values_ahead };
+    let cut = |threads, heads, ahead, values_ahead| LatentCut { threads, heads, ahead, values_ahead };
     for (i, ((kv_rank, rope_dim), heads)) in SHAPES.into_iter().zip([5, 3, 128, 9]).enumerate() {
         for (j, (format, _)) in FORMATS.into_iter().enumerate() {
             if (i + j) % 3 != 1 {
@@ -195,7 +195,14 @@ fn cuts_change_no_bits_of_latents() {
             ] {
                 let queries = random.values(tokens.len() * heads * kv.key_dim());
                 let expected = cache.attend_there(gpu, &tokens, &queries, 0.2, 1 << 10);
-                let cuts = [cut(1, 3, 4), cut(4, 1, 8), cut(8, 2, 32), cut(2, 4, 16), cut(16, 1, 8)];
+                let cuts = [
+                    cut(128, 1, 3, 4),
+                    cut(512, 4, 1, 8),
+                    cut(128, 8, 2, 32),
+                    cut(256, 2, 4, 16),
+                    cut(256, 16, 1, 8),
+                    cut(512, 1, 9, 32),
+                ];
                 for cut in cuts.into_iter().skip(i % 2).step_by(2) {
                     let got = cache.attend_by(gpu, &tokens, &queries, 0.2, 0, &[cut], None);
                     assert_eq!(got, expected, "{kv:?}, {heads} heads, {tokens:?}, {cut:?}");
