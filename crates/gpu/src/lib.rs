@@ -32,6 +32,7 @@ mod rope;
 mod route;
 mod shader;
 mod step;
+mod tiling;
 mod work;
 
 pub use attention::{Attention, AttentionHeads, AttentionOutputs, AttentionScratch};
@@ -58,4 +59,5 @@ pub use rope::{
 pub use route::{Argmax, Route, RouteInputs, RouteOutputs, RouterNorm};
 pub use shader::{Access, Idle, Kernel, Op, Shader};
 pub use step::{Readback, Recorded, Step, Submitted};
+pub use tiling::Tiling;
 pub use work::WorkList;
