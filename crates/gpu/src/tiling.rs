@@ -23,14 +23,30 @@ pub struct Tiling {
     pub lane_tokens: u32,
     /// Columns of a stage, unless a group is longer.
     pub columns: u32,
-    /// Tokens of a lane after which it may end, where there are fewer.
+    /// Tokens of a lane at which it may end where there are fewer, or at twice as many, and so on.
     pub run: u32,
 }
 
 impl Tiling {
-    /// Of whole products.
-    pub(crate) const DENSE: Self =
-        Self { rows: 64, tokens: 64, lane_rows: 4, lane_tokens: 8, columns: 64, run: 2 };
+    /// Of whole products, the largest first (EXP-GPU-12).
+    pub(crate) const DENSE: [Self; 3] = [
+        Self { rows: 64, tokens: 64, lane_rows: 4, lane_tokens: 8, columns: 128, run: 4 },
+        Self { rows: 64, tokens: 32, lane_rows: 4, lane_tokens: 4, columns: 128, run: 2 },
+        Self { rows: 32, tokens: 16, lane_rows: 4, lane_tokens: 2, columns: 128, run: 2 },
+    ];
+    /// Of experts' gate and up: of rows whole groups of down's hidden values, at least as many as here (EXP-GPU-12).
+    pub(crate) const GATE_UP: Self =
+        Self { rows: 128, tokens: 32, lane_rows: 8, lane_tokens: 4, columns: 128, run: 2 };
+    /// Of other products of experts, the largest first (EXP-GPU-12).
+    pub(crate) const EXPERTS: [Self; 2] = [
+        Self { rows: 64, tokens: 64, lane_rows: 4, lane_tokens: 8, columns: 128, run: 2 },
+        Self { rows: 128, tokens: 32, lane_rows: 8, lane_tokens: 4, columns: 64, run: 2 },
+    ];
+
+    /// Whether so many tokens leave no half of it idle.
+    pub(crate) const fn is_filled(self, tokens: usize) -> bool {
+        2 * tokens > self.tokens as usize
+    }
 
     /// Threads of a workgroup.
     #[must_use]
@@ -47,8 +63,7 @@ impl Tiling {
             && lane_tokens > 0
             && tokens.is_multiple_of(lane_tokens)
             && columns.is_power_of_two()
-            && run > 0
-            && lane_tokens.is_multiple_of(run);
+            && (1..=lane_tokens).contains(&run);
         assert!(whole, "{self:?}");
     }
 }
@@ -104,6 +119,10 @@ impl Tiled {
         let codes = (rows / 8 * (group / 4) * stage).div_ceil(threads);
         let inputs = (tokens * (group / 16) * stage).div_ceil(threads);
         let cells = (tokens * stage).div_ceil(threads);
+        // Tokens of a lane where it may end.
+        let ends: Vec<u32> =
+            std::iter::successors(Some(run), |n| Some(2 * n)).take_while(|n| *n < lane_tokens).collect();
+        let ways = [&ends[..], &[lane_tokens]].concat();
         let (levels, mut constants) = code_constants(self.encoding, uniform);
         constants.extend([
             ("THREADS", threads),
@@ -130,28 +149,52 @@ impl Tiled {
             ]
             .concat()
         });
-        // Runs of tokens, of which the first is always there.
-        let runs = |head: &str, call: &dyn Fn(&str) -> String| {
-            repeated.calls(head, lane_tokens / run, |r| {
-                let calls: String = (0..run).map(|i| call(&format!("{run}u * {r} + {i}u"))).collect();
-                match r {
-                    "0u" => calls,
-                    r => format!("if ((*job).count > {run}u * {r} * TOKEN_LANES) {{ {calls} }}"),
-                }
-            })
-        };
-        let multiply = format!("multiply_tokens({job}, {integers}, span: ptr<function, Span>, at: u32)");
         let sums = "sums: ptr<function, Sums>";
-        let add = format!("add_tokens({job}, {integers}, {sums}, group: ptr<function, Group>, at: u32)");
-        let tokens = [
-            repeated.calls(&format!("begin_tokens({integers})"), lane_tokens, |t| {
-                format!("begin_token(integers, {t});")
-            }),
-            runs(&multiply, &|t| format!("multiply_token(integers, span, at, {t});")),
-            runs(&add, &|t| format!("add_token(integers, sums, group, at, {t});")),
-        ];
-        let text = [TILES, include_str!("wgsl/coded_tiled.wgsl"), &levels, &items.concat(), &tokens.concat()];
+        let begin = repeated.calls(&format!("begin_tokens({integers})"), lane_tokens, |t| {
+            format!("begin_token(integers, {t});")
+        });
+        let ways: String = ways
+            .iter()
+            .map(|&n| {
+                let multiply = format!("multiply_tokens_n({integers}, span: ptr<function, Span>, at: u32)");
+                let add = format!("add_tokens_n({integers}, {sums}, group: ptr<function, Group>, at: u32)");
+                let way = [
+                    include_str!("wgsl/coded_tiled_multiply.wgsl"),
+                    &repeated.calls(&multiply, n, |t| format!("multiply_token(integers, span, at, {t});")),
+                    &repeated.calls(&add, n, |t| format!("add_token(integers, sums, group, at, {t});")),
+                ];
+                way.concat().replace("_n(", &format!("_{n}("))
+            })
+            .collect();
+        let choices: String = ends
+            .iter()
+            .map(|n| {
+                let is_it = format!("if ((*job).count <= {n}u * TOKEN_LANES)");
+                format!("    {is_it} {{ multiply_{n}(integers, sums, buffer, groups, lane); return; }}\n")
+            })
+            .collect();
+        let multiply = format!(
+            "fn multiply({job}, {integers}, {sums}, buffer: u32, groups: u32, lane: u32) {{\n{choices}    \
+             multiply_{lane_tokens}(integers, sums, buffer, groups, lane);\n}}\n"
+        );
+        let tiled = include_str!("wgsl/coded_tiled.wgsl");
+        let text = [TILES, tiled, &levels, &items.concat(), &begin, &ways, &multiply];
         (constants, text.concat())
+    }
+
+    /// For experts_gate_up_tiled.wgsl: of a lane's tokens those whose sums there is room for at a time, and its lists.
+    pub(crate) fn rounds(&self, repeated: Repeated) -> (u32, String) {
+        let Tiling { rows, tokens, lane_tokens, .. } = self.tiling;
+        let room = self.kept() / (tokens / lane_tokens * rows / 4);
+        let kept = (1..=lane_tokens.min(room)).rev().find(|n| lane_tokens.is_multiple_of(*n)).unwrap_or(1);
+        let sums = "sums: ptr<function, Sums>";
+        let keep = format!("keep_tokens({sums}, lane: u32, round: u32)");
+        let finish = format!("finish_rounds({sums}, lane: u32)");
+        let lists = [
+            repeated.calls(&keep, kept, |i| format!("keep_token(sums, lane, round, {i});")),
+            repeated.calls(&finish, lane_tokens / kept, |r| format!("finish_round(sums, lane, {r});")),
+        ];
+        (kept, lists.concat())
     }
 
     /// What writes sums, coded_tiled_rows.wgsl.

@@ -7,10 +7,10 @@
 // with one fused multiply-add into sums that never leave it. What the next stage needs is on its way from memory meanwhile.
 //
 // What is indexed by a literal, once all is inlined, lives in registers: hence the lists of calls in place of loops, `..s` of
-// what is here by the item or the token, which tiling.rs appends. Lists of tokens end early where there are fewer: token t of a
-// lane is token `t * TOKEN_LANES + lane / ROW_LANES` of the workgroup.
+// what is here by the item or the token, which tiling.rs appends. Token t of a lane is token `t * TOKEN_LANES + lane / ROW_LANES`
+// of the workgroup: where there are fewer tokens lanes have fewer, and a way of their own along a stage.
 //
-// Needs: those lists; coded_tiles.wgsl; fn levels; fn block_at, where a block of 32 of the rows begins, in pieces; fn input_row,
+// Needs: those lists; fn multiply, of coded_tiled_multiply.wgsl; coded_tiles.wgsl; fn levels; fn block_at, where a block of 32 of the rows begins, in pieces; fn input_row,
 // the row of the plane that is a token; fn fma4; consts THREADS, ROWS, TOKENS, QUADS, LANE_TOKENS, STAGE, BUFFERS (of what is
 // shared: with two a stage costs one barrier), CODE_ITEMS, INPUT_ITEMS, CELL_ITEMS (of a lane, in a stage).
 
@@ -267,44 +267,6 @@ fn add_token(integers: ptr<function, Integers>, sums: ptr<function, Sums>, group
             add((*sums)[second], (*integers)[second], cell, (*group).scales[QUADS - 1u], (*group).minima[QUADS - 1u]);
     }
     begin_token(integers, t);
-}
-
-fn multiply(
-    job: ptr<function, Job>,
-    integers: ptr<function, Integers>,
-    sums: ptr<function, Sums>,
-    buffer: u32,
-    groups: u32,
-    lane: u32,
-) {
-    let four = lane % ROW_LANES;
-    let token = lane / ROW_LANES;
-    for (var s = 0u; s < groups; s++) {
-        let line = buffer * STAGE + s;
-        for (var v = 0u; v < SPANS; v++) {
-            let at = (line * UNITS + 4u * v) * PITCH + four;
-            var span: Span;
-            span[0] = codes[at];
-            span[1] = codes[at + PITCH];
-            span[2] = codes[at + 2u * PITCH];
-            span[3] = codes[at + 3u * PITCH];
-            if (QUADS > 1u) {
-                span[4u * QUADS - 4u] = codes[at + ROW_LANES];
-                span[4u * QUADS - 3u] = codes[at + PITCH + ROW_LANES];
-                span[4u * QUADS - 2u] = codes[at + 2u * PITCH + ROW_LANES];
-                span[4u * QUADS - 1u] = codes[at + 3u * PITCH + ROW_LANES];
-            }
-            multiply_tokens(job, integers, &span, buffer * INPUTS + (token * STAGE + s) * SPANS + v);
-        }
-        var group: Group;
-        group.scales[0] = scales[line * FOURS + four];
-        group.scales[QUADS - 1u] = scales[line * FOURS + (QUADS - 1u) * ROW_LANES + four];
-        if (AFFINE == 1u) {
-            group.minima[0] = minima[line * FOURS + four];
-            group.minima[QUADS - 1u] = minima[line * FOURS + (QUADS - 1u) * ROW_LANES + four];
-        }
-        add_tokens(job, integers, sums, &group, buffer * CELLS + token * STAGE + s);
-    }
 }
 
 // The lane's sums; other lanes may still read what is shared. None if there are no tokens.

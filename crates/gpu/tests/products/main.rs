@@ -210,7 +210,7 @@ fn assert_tiled(
 ) {
     let encoding = encoding.into();
     let make = |weights: &Weights, x: &CodedPlane, out: &Columns| {
-        let product = CodedMatmul::tiled(gpu, weights, x, out, (1, tiling)).unwrap();
+        let product = CodedMatmul::tiled(gpu, weights, x, out, 1, tiling).unwrap();
         assert!(product.shares_tiles(), "{encoding} in {tiling:?}");
         product
     };
@@ -405,13 +405,13 @@ fn the_largest_sums_of_many_tokens_are_exact() {
                 (0..128).map(|col| if row % 2 == 0 || col % 2 == 0 { 255 } else { 0 }).collect();
             uniform.write_row(&mut bytes, row, &codes, f32_to_f16(1.0), f32_to_f16(0.5));
         }
-        let sign = |t: usize, col: usize| if t == 0 || t == 1 && col % 2 == 0 { 1.0 } else { -1.0 };
+        let sign = |t: usize, col: usize| if t == 0 || t == 1 && col.is_multiple_of(2) { 1.0 } else { -1.0 };
         let x: Vec<f32> = (0..tokens * cols).map(|i| sign(i / cols, i % cols)).collect();
         let expected = cpu_coded(uniform.into(), &bytes, (rows, cols), &x, tokens);
         let weights = Weights::new(upload(gpu, &bytes), rows, cols, uniform.into());
         let out = Columns::whole(plane(gpu, &vec![0.0; tokens * rows]), rows);
         let x = quantised(gpu, &x, tokens, cols, 128);
-        let product = CodedMatmul::tiled(gpu, &weights, &x, &out, (1, TILINGS[3])).unwrap();
+        let product = CodedMatmul::tiled(gpu, &weights, &x, &out, 1, TILINGS[3]).unwrap();
         run(gpu, |step| product.record(step, tokens));
         assert_same(&floats(gpu, &out.plane), &expected, &zero);
     }
