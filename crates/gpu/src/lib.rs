@@ -28,6 +28,7 @@ mod memory;
 mod norm;
 mod normed;
 mod plane;
+mod prompt;
 mod quantise;
 mod rope;
 mod route;

@@ -259,7 +259,7 @@ impl GpuBackend {
             }
             Mixer::Heads { rope, attention } => {
                 rope.record(step, tokens);
-                attention.record(step, tokens, seen, visible);
+                attention.record(step, tokens, self.table_starts.len(), seen, visible);
             }
             Mixer::Latent(latent) => latent.record(step, tokens, seen, visible, lone_o.is_none()),
         }
