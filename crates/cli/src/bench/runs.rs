@@ -125,6 +125,7 @@ impl Bench {
         let (mut prefills, mut long) = (Vec::new(), None);
         for length in PREFILLS.into_iter().filter(|length| *length <= context) {
             tell(&format!("prefill of {length} tokens"));
+            self.wake_with(&held)?;
             self.engine.forget_experts();
             let mut session = self.engine.open_session()?;
             let prompt = take(length);
@@ -177,6 +178,16 @@ impl Bench {
             decode(&mut self.engine, session, &mut self.sampler, &held[rest..])?;
         }
         Ok(())
+    }
+
+    /// The same with what a session of its own holds meanwhile.
+    fn wake_with(&mut self, held: &[u32]) -> Result<(), Failure> {
+        if self.engine.device_tier().is_none() {
+            return Ok(());
+        }
+        let mut session = self.engine.open_session()?;
+        sync(&mut self.engine, &mut session, &mut self.sampler, held)?;
+        self.wake(&mut session, held)
     }
 
     /// Times the device's kernels, by name: of a few decoded tokens, for each of them, and of a whole prompt of 512 tokens.
