@@ -462,6 +462,21 @@ pub struct CalibrateArgs {
     pub json: bool,
 }
 
+/// Codes of synthetic experts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ExpertBits {
+    Mxfp4,
+    Uniform(u8),
+}
+
+fn parse_expert_bits(s: &str) -> Result<ExpertBits, String> {
+    match s.parse() {
+        Ok(bits @ (2..=6 | 8 | 16)) => Ok(ExpertBits::Uniform(bits)),
+        _ if s == "mxfp4" => Ok(ExpertBits::Mxfp4),
+        _ => Err("must be 2, 3, 4, 5, 6, 8, 16 or mxfp4".to_owned()),
+    }
+}
+
 /// `smoe synth`.
 #[derive(Debug, Args)]
 pub struct SynthArgs {
@@ -479,21 +494,24 @@ pub struct SynthArgs {
     /// Write the experts of N layers only; the others have the same ones, by turns
     #[arg(long, value_name = "N")]
     pub unique_layers: Option<usize>,
-    /// Bits of a routed expert's weight: 2, 3, 4, 5, 6, 8 or 16
-    #[arg(long, value_name = "BITS", default_value_t = 4)]
-    pub bits: u8,
-    /// Weights that share a scale: 32, 64 or 128
-    #[arg(long, value_name = "N", default_value_t = 64)]
-    pub group: usize,
+    /// Bits of a routed expert's weight: 2, 3, 4, 5, 6, 8 or 16, or mxfp4 (4-bit floats in groups of 32) [default: mxfp4
+    /// where the model is published so, as GPT-OSS is, else 4]
+    #[arg(long, value_name = "BITS", value_parser = parse_expert_bits)]
+    pub bits: Option<ExpertBits>,
+    /// Weights that share a scale: 32, 64 or 128 [default: 64; mxfp4 has 32]
+    #[arg(long, value_name = "N")]
+    pub group: Option<usize>,
     /// Everything else: bf16, q8, q6, q5 or q4
     #[arg(long, value_name = "BITS", default_value = "q8")]
     pub backbone: smoe_sculpt::BackboneBits,
-    /// Share of a token's experts that the token before it had too
-    #[arg(long, value_name = "X", default_value_t = 0.46)]
-    pub overlap: f64,
-    /// Share of choices that falls on the busiest tenth of a layer's experts; 0.1 is even
-    #[arg(long, value_name = "X", default_value_t = 0.3)]
-    pub skew: f64,
+    /// Share of a token's experts that the token before it had too, to within 0.03; refused where the shape cannot have it
+    /// [default: 0.46, or as near as can be]
+    #[arg(long, value_name = "X")]
+    pub overlap: Option<f64>,
+    /// Share of choices that falls on the busiest tenth of a layer's experts, likewise; 0.1 is even [default: 0.3, or as
+    /// near as can be]
+    #[arg(long, value_name = "X")]
+    pub skew: Option<f64>,
     /// Seed of the weights
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub seed: u64,

@@ -5,8 +5,9 @@ use std::collections::BTreeMap;
 use serde_json::{Value, json};
 use smoe_engine::Vault;
 use smoe_engine::plan::Bytes;
-use smoe_format::spec::RopeScaling;
+use smoe_format::spec::{GroupScore, GroupSpec, MoeSpec, RopeScaling, RouterKind};
 use smoe_format::{Encoding, FfnKind, Projection, Table};
+use smoe_sculpt::Synthetic;
 
 use crate::args::InspectArgs;
 use crate::failure::Failure;
@@ -76,9 +77,47 @@ fn facts(vault: &Vault) -> Result<Value, Failure> {
         "backbone_bytes_by_encoding": backbone,
         "layers": layers,
         "level_tables": tables,
+        "synthetic": synthetic(vault).map(|s| {
+            let predicted = s.predict(&vault.spec, Synthetic::TOKENS);
+            json!({
+                "like": s.like,
+                "seed": s.seed,
+                "unique_layers": s.unique_layers,
+                "asked": { "overlap": s.routing.overlap, "skew": s.routing.skew },
+                "predicted": { "overlap": predicted.overlap, "skew": predicted.skew },
+            })
+        }),
         "source": manifest.map(|m| serde_json::to_value(&m.source)).transpose()?,
         "files": manifest.map(|m| serde_json::to_value(&m.files)).transpose()?,
     }))
+}
+
+/// How a vault of random weights was made.
+fn synthetic(vault: &Vault) -> Option<Synthetic> {
+    Synthetic::of(&vault.experts.manifest()?.source)
+}
+
+/// How a router makes weights of logits.
+fn router(moe: &MoeSpec) -> String {
+    let kind = match moe.router {
+        RouterKind::Softmax => "softmax",
+        RouterKind::Sigmoid => "sigmoid",
+    };
+    let groups = moe.groups.map(|GroupSpec { n, top, score }| {
+        let by = match score {
+            GroupScore::Best => "best",
+            GroupScore::BestTwo => "two best",
+        };
+        format!("{top} of {n} groups by their {by}")
+    });
+    let parts = [
+        moe.router_bias.then(|| "biases".to_owned()),
+        moe.correction_bias.then(|| "corrections".to_owned()),
+        groups,
+        moe.norm_topk.then(|| "weights of sum 1".to_owned()),
+        (moe.routed_scale != 1.0).then(|| format!("times {}", moe.routed_scale)),
+    ];
+    parts.into_iter().flatten().fold(kind.to_owned(), |line, part| line + ", " + &part)
 }
 
 /// The level tables of the experts, each once, as layers first use them: a label alone does not tell two apart.
@@ -108,12 +147,21 @@ fn print_facts(vault: &Vault, facts: &Value) -> Result<(), Failure> {
         spec.max_context
     );
     let a = spec.attention;
+    let heads = match a.latent {
+        None => format!("{} heads over {} KV heads of {}", a.n_heads, a.n_kv_heads, a.head_dim),
+        Some(latent) => {
+            let queries = match latent.q_rank {
+                0 => String::new(),
+                rank => format!(", queries of {rank}"),
+            };
+            let (rank, rope) = (latent.kv_rank, latent.rope_dim);
+            format!("{} heads of {} over a latent of {rank} and {rope}{queries}", a.n_heads, a.head_dim)
+        }
+    };
     say!(
-        "attention  {} heads over {} KV heads of {}{}, RoPE base {}{}",
-        a.n_heads,
-        a.n_kv_heads,
-        a.head_dim,
+        "attention  {heads}{}{}, RoPE base {}{}",
         if a.qk_norm { ", QK-norm" } else { "" },
+        a.indexer.map_or_else(String::new, |i| format!(", an indexer chooses {} positions", i.top_k)),
         spec.rope.theta,
         match spec.rope.scaling {
             RopeScaling::None => String::new(),
@@ -133,6 +181,24 @@ fn print_facts(vault: &Vault, facts: &Value) -> Result<(), Failure> {
         spec.moe.top_k,
         spec.moe.d_expert
     );
+    say!("router     {}", router(&spec.moe));
+    if let Some(synthetic) = synthetic(vault) {
+        let Synthetic { like, seed, unique_layers, routing, .. } = &synthetic;
+        let n_moe = spec.moe_layers().count();
+        say!(
+            "synthetic  {like}'s shape, random weights (seed {seed}), records of {unique_layers} of {n_moe} layers"
+        );
+        let predicted = synthetic.predict(spec, Synthetic::TOKENS);
+        say!(
+            "           routing: overlap {:.2}, skew {:.2}, predicted for {} tokens of its stream (asked for {} and {}); \
+             routers' biases and corrections are zero",
+            predicted.overlap,
+            predicted.skew,
+            Synthetic::TOKENS,
+            routing.overlap,
+            routing.skew
+        );
+    }
     say!(
         "records    {} in {}, {} padding ({:.1} %), {:.2} bits a weight",
         vault.experts.records.len(),

@@ -199,6 +199,7 @@ pub fn print_dry_run(dry: &DryRun, as_json: bool) -> Result<(), Failure> {
             "token_backbone_bytes": dry.token_backbone_bytes,
             "padding_bytes": dry.padding_bytes,
             "arriving_bytes": dry.arriving_bytes,
+            "sampled_bytes": dry.sampled_bytes,
             "needed_bytes": dry.needed_bytes,
             "available_bytes": dry.available_bytes,
         });
@@ -245,7 +246,11 @@ pub fn print_dry_run(dry: &DryRun, as_json: bool) -> Result<(), Failure> {
     let available = dry.available_bytes.map_or(String::new(), |bytes| format!(", {} are free", Bytes(bytes)));
     let arriving = match dry.arriving_bytes {
         0 => String::new(),
-        bytes => format!(", {} of it for files of the checkpoint, which come and go", Bytes(bytes)),
+        bytes => format!(
+            ", {} of it for files of the checkpoint, which come and go, {} for what is read before they come",
+            Bytes(bytes),
+            Bytes(dry.sampled_bytes)
+        ),
     };
     say!("disk        needs {}{arriving}{available}", Bytes(dry.needed_bytes));
     Ok(())

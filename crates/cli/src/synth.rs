@@ -2,15 +2,13 @@
 
 use serde_json::json;
 use smoe_engine::plan::Bytes;
-use smoe_sculpt::synth::RoutingStats;
+use smoe_format::Table;
+use smoe_sculpt::synth::{Required, RoutingStats};
 use smoe_sculpt::{Outcome, Recipe, Settings, Shape, SynthOptions, Synthesis};
 
-use crate::args::SynthArgs;
+use crate::args::{ExpertBits, SynthArgs};
 use crate::failure::Failure;
 use crate::{interrupt, model, progress};
-
-/// How far a prediction may be from what was asked for before it is said.
-const NEAR: f64 = 0.03;
 
 /// Runs the command.
 pub fn synth(args: &SynthArgs) -> Result<(), Failure> {
@@ -21,19 +19,34 @@ pub fn synth(args: &SynthArgs) -> Result<(), Failure> {
     for warning in &shape.warnings {
         eprintln!("warning: {warning}");
     }
+    let published = if shape.mxfp4 { ExpertBits::Mxfp4 } else { ExpertBits::Uniform(4) };
+    let bits = args.bits.unwrap_or(published);
+    if let (ExpertBits::Mxfp4, Some(group)) = (bits, args.group)
+        && group != Table::MXFP4.group()
+    {
+        let said = if args.bits.is_some() { "" } else { ", as this model is published; --bits 4 has others" };
+        return Err(Failure::Usage(format!("--group {group}: mxfp4 has groups of 32{said}")));
+    }
+    let usual = SynthOptions::default().routing;
+    let settings = Settings::default();
     let options = SynthOptions {
         settings: Settings {
-            bits: args.bits,
-            group: args.group,
+            bits: if let ExpertBits::Uniform(bits) = bits { bits } else { settings.bits },
+            group: args.group.unwrap_or(settings.group),
             backbone: args.backbone,
             // Random weights have nothing to lose.
             recipe: Recipe::Absmax,
             force: args.force,
-            ..Settings::default()
+            ..settings
         },
+        mxfp4: bits == ExpertBits::Mxfp4,
         unique_layers: args.unique_layers,
         seed: args.seed,
-        routing: RoutingStats { overlap: args.overlap, skew: args.skew },
+        routing: RoutingStats {
+            overlap: args.overlap.unwrap_or(usual.overlap),
+            skew: args.skew.unwrap_or(usual.skew),
+        },
+        required: Required { overlap: args.overlap.is_some(), skew: args.skew.is_some() },
         text: args.text.as_deref().map(model::resolve).transpose()?,
     };
     let bar = progress::Bar::default();
@@ -47,9 +60,6 @@ pub fn synth(args: &SynthArgs) -> Result<(), Failure> {
     }
     if args.json {
         return print_json(&shape, &made, &options.routing);
-    }
-    if let Some(stand_in) = &shape.stand_in {
-        say!("{stand_in}");
     }
     print(&made, &options.routing)?;
     if let Some(text) = &args.text {
@@ -96,8 +106,8 @@ fn print(made: &Synthesis, asked: &RoutingStats) -> Result<(), Failure> {
         p.skew
     );
     for (name, asked, predicted) in [("overlap", asked.overlap, p.overlap), ("skew", asked.skew, p.skew)] {
-        if (asked - predicted).abs() > NEAR {
-            say!("            {name} {asked} is out of reach of this shape: {predicted:.2} it is");
+        if (asked - predicted).abs() > RoutingStats::TOLERANCE {
+            say!("            the usual {name} of {asked} is out of reach of this shape's router");
         }
     }
     Ok(())
@@ -106,7 +116,6 @@ fn print(made: &Synthesis, asked: &RoutingStats) -> Result<(), Failure> {
 fn print_json(shape: &Shape, made: &Synthesis, asked: &RoutingStats) -> Result<(), Failure> {
     let json = json!({
         "like": shape.name,
-        "stand_in": shape.stand_in,
         "created": made.outcome == Outcome::Created,
         "spec": serde_json::to_value(&made.spec)?,
         "unique_layers": made.unique_layers,

@@ -27,13 +27,17 @@ pub struct MemoryCeiling {
     pub threads: usize,
 }
 
+/// What [`touch`] writes: scales, weights and their products are ordinary numbers in every encoding. Of bytes of 1 a bf16
+/// is so small that its products are subnormal, which some processors take a hundred cycles for.
+const ORDINARY: u8 = 0x3c;
+
 /// Writes to every page of `buffer`: pages that were never written are all the same page of zeros, and
 /// streaming them shows nothing.
 pub fn touch(buffer: &mut [u8], threads: usize) {
     let part = part_of(buffer.len(), threads);
     std::thread::scope(|scope| {
         for part in buffer.chunks_mut(part) {
-            scope.spawn(|| part.fill(1));
+            scope.spawn(|| part.fill(ORDINARY));
         }
     });
 }

@@ -1,7 +1,7 @@
 //! What decoding will do, from what was measured: on the processor, and with a device.
 //!
 //! Experts are taken to be in memory: what a disk adds, it adds to both. A token on the processor takes the bytes that
-//! it touches, nearly at the speed of its products ([`WeightsRate`]). On a device it takes what such a token was measured to
+//! it touches at the speed of its products ([`WeightsRate`]), and what is no product. On a device it takes what such a token was measured to
 //! take there, experts of any content in its slots; where some are missing, layers halt:
 //!
 //! ```text
@@ -113,9 +113,10 @@ pub struct DeviceForecast {
     pub tok_s: f64,
 }
 
-/// Of the speed of its products, what decoding on the processor gets: the rest is attention, norms and routing. Decoding was at
-/// 0.87 to 0.93 of memory's speed where products were at 0.94 to 0.96 (EXP-PEER-01, EXP-PEER-02).
-const CPU_SHARE: f64 = 0.95;
+/// Seconds a layer and value of the model's width that decoding on the processor takes besides products, for attention over some
+/// hundred positions, norms, routing and sums: few of them are forked, so that more threads take as long. 49 and 63 us a layer of 2,048 on
+/// 16 threads, 39 and 73 on two (EXP-GPU-11).
+const REST_S: f64 = 50e-6 / 2048.0;
 /// Bytes of memory that products are timed over at most. Over 512 MiB they ran at 141 GB/s on a server that streamed the whole ring
 /// at 94 to 117, and decoded at 93 (EXP-GPU-05).
 const COLD_BYTES: u64 = 4 << 30;
@@ -348,7 +349,8 @@ pub fn forecast(
     weights_bytes_per_s: f64,
     device: Option<(&DevicePlan, DeviceRates)>,
 ) -> Forecast {
-    let cpu_tok_s = CPU_SHARE * weights_bytes_per_s / touched.all() as f64;
+    let rest_s = REST_S * (spec.n_layers() * spec.d_model) as f64;
+    let cpu_tok_s = 1.0 / (touched.all() as f64 / weights_bytes_per_s + rest_s);
     let device = device.map(|(plan, rates)| {
         let hit_rate = hit_rate(plan, touched.layers, spec.moe.top_k);
         DeviceForecast { rates, hit_rate, tok_s: 1.0 / token_s(spec, touched, &rates, hit_rate) }

@@ -37,8 +37,8 @@ pub use backend::{
 };
 pub use device::DevicePlan;
 pub use engine::{
-    Control, Engine, EngineInfo, EngineOptions, Finish, Limits, Meters, Observer, POLICY, is_finite, kernels,
-    plan as plan_vault,
+    Control, Engine, EngineInfo, EngineOptions, Finish, Limits, LookAheadReport, Meters, Observer, POLICY,
+    is_finite, kernels, plan as plan_vault,
 };
 pub use error::EngineError;
 pub use job::{Constraint, Driver, Ended, Event, Job, JobId, Load, Sink, Usage};

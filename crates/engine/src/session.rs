@@ -29,6 +29,8 @@ pub struct Session {
     pub(crate) guesses: usize,
     /// The logits after the last token were given: what comes next is an answer's, if it comes token by token.
     pub(crate) is_answering: bool,
+    /// Where that answer began.
+    pub(crate) answer: Option<usize>,
     /// The token after those is likely to be the one with the largest logit.
     pub(crate) likely: bool,
     /// Others may find what it computed.
@@ -91,6 +93,13 @@ impl Session {
         self.pending.extend_from_slice(guesses);
         self.wanted += guesses.len();
         self.guesses += guesses.len();
+    }
+
+    /// Has the next step compute `tokens` that were computed before, as parts of a prompt or of an answer.
+    pub(crate) fn queue_again(&mut self, tokens: &[u32], is_answer: bool) {
+        self.queue(tokens, 0);
+        self.is_answering = is_answer;
+        self.guesses = if is_answer { tokens.len() } else { 0 };
     }
 
     /// Whether what is queued is a part of a prompt.

@@ -100,6 +100,8 @@ fn a_conversation_many_windows_long_goes_on_without_its_device() {
     let mut reference = open(&vault, &cpu);
     let mut session = reference.open_session().unwrap();
     reference.sync(&mut session, &prompt, &mut Control::default()).unwrap();
+    let answer: Vec<u32> = model.prompt(100, 2);
+    answer.iter().for_each(|&token| drop(decode(&mut reference, &mut session, token)));
     let expected = decode(&mut reference, &mut session, token);
 
     let mut engine = open(&vault, &EngineOptions { device: DeviceChoice::Gpu(None), ..cpu });
@@ -107,12 +109,20 @@ fn a_conversation_many_windows_long_goes_on_without_its_device() {
     let mut session = engine.open_session().unwrap();
     engine.adopt(&mut session, &prompt);
     engine.sync(&mut session, &prompt, &mut Control::default()).unwrap();
+    answer.iter().for_each(|&token| drop(decode(&mut engine, &mut session, token)));
     gpu.lose("pulled out");
     assert_eq!(decode(&mut engine, &mut session, token), expected);
     assert!(engine.info().tier.is_none());
     engine.close(session, true);
-    let mut again = engine.open_session().unwrap();
-    assert_eq!(engine.adopt(&mut again, &[&prompt[..], &[token, 1]].concat()), 451);
+    // Found again: its end, and where its answer began, for another one.
+    let other = model.prompt(40, 3);
+    for (said, known) in
+        [([&prompt[..], &answer, &[token, 1]].concat(), 551), ([&prompt[..], &other].concat(), 449)]
+    {
+        let mut again = engine.open_session().unwrap();
+        assert!(engine.adopt(&mut again, &said) >= known, "{known}");
+        engine.close(again, false);
+    }
 }
 
 /// Logits after a prompt.

@@ -18,7 +18,7 @@ const COMBINE: &str =
 /// Positions of a split.
 pub(crate) const SPLIT: usize = 128;
 /// Threads of a workgroup.
-const THREADS: usize = 256;
+pub(crate) const THREADS: usize = 256;
 /// Lanes that turn a head.
 const HEAD_LANES: usize = 32;
 /// Splits of a token that turn its query each for itself: 5 gain a dispatch's time by it, 24 lose 2 us (EXP-GPU-08).
@@ -204,6 +204,8 @@ pub struct Attention {
     narrow: Op,
     single: Op,
     tiled: Option<(Op, usize)>,
+    /// Tokens of one session, a tile of them a workgroup.
+    prompt: Option<(Op, usize)>,
     /// A query head of tokens that have one split only.
     whole: Option<Op>,
     /// `narrow` and `whole` of one token that make queries, keys and values themselves.
@@ -311,6 +313,11 @@ impl Attention {
         };
         let tile = QUERIES / per_kv;
         let tiled = if tile > 1 && tokens >= TILED { Some((split(tile, groups, None)?, tile)) } else { None };
+        let prompt = if tokens >= TILED {
+            crate::prompt::op(gpu, kv, heads, queries, cache, rows, scratch)?
+        } else {
+            None
+        };
 
         let ending = Ending { n_heads, value_dim, sinks, outputs };
         // Its outputs must have room where its scores were, its heads be whole groups, and its buffers few enough.
@@ -354,6 +361,7 @@ impl Attention {
             narrow: split(1, per_kv, None)?,
             single: split(1, groups, None)?,
             tiled,
+            prompt,
             whole,
             turning,
             combine: ending.combine(gpu, rows, scratch)?,
@@ -396,11 +404,11 @@ impl Attention {
     }
 
     /// Records it for the first `tokens` tokens, none of which sees more than `visible` positions; all of them are below
-    /// `end`.
+    /// `end`. They are of so many `sessions`, one after the other: which kernel is fast hangs on it, not what tokens get.
     ///
     /// # Panics
     /// If there are more tokens than it was made for, or one of them needs more room than the scratch has.
-    pub fn record(&self, step: &mut Step, tokens: usize, visible: usize, end: usize) {
+    pub fn record(&self, step: &mut Step, tokens: usize, sessions: usize, visible: usize, end: usize) {
         assert!(tokens <= self.tokens, "{tokens} tokens of {}", self.tokens);
         let splits = splits_of(visible);
         let at_once = (self.room / splits).min(GRID);
@@ -413,8 +421,10 @@ impl Attention {
             return;
         }
         let shared = self.n_kv_heads * self.groups;
-        let (op, tile, heads) = match &self.tiled {
-            Some((op, tile)) if tokens >= TILED => (op, *tile, shared),
+        let prompt = self.prompt.as_ref().filter(|(_, tile)| tokens >= TILED && tokens >= sessions * tile);
+        let (op, tile, heads) = match (prompt, &self.tiled) {
+            (Some((op, tile)), _) => (op, *tile, self.n_kv_heads),
+            (None, Some((op, tile))) if tokens >= TILED => (op, *tile, shared),
             _ if tokens * splits * shared < FEW_WORKGROUPS => (&self.narrow, 1, each),
             _ => (&self.single, 1, shared),
         };

@@ -7,10 +7,16 @@ use smoe_format::{Encoding, Uniform};
 
 use crate::cut::{Cut, OWN_ROW, Tuning, can_own};
 use crate::quantise::{GRID, QUANTISE, Repeated, assert_plane, source, text, tile_constants};
+use crate::tiling::{Tiled, Tiling};
 use crate::{Access, CodedPlane, Gpu, GpuError, Op, Shader, Slice, Step};
 
 /// Tokens that a pass takes: the widths that are compiled.
 pub(crate) const PASSES: [u32; 4] = [1, 2, 4, 8];
+/// Tokens from which on a product shares tiles among many: more than a pass takes (EXP-GPU-12).
+pub(crate) const MANY: usize = 9;
+/// Workgroups of a product of many tokens below which it is cut finer: about as many as large cards have multiprocessors
+/// (EXP-GPU-12).
+const WORKGROUPS: u32 = 128;
 
 /// A weight matrix on the device: `rows x cols`, its bytes as in the vault.
 #[derive(Clone, Debug)]
@@ -145,13 +151,42 @@ impl CodedOp {
     }
 }
 
+/// Kernels of many tokens.
+#[derive(Clone, Debug)]
+struct Many {
+    /// With their cuts, the largest first.
+    ops: Vec<(Op, Tiling)>,
+    /// Tokens from which on they are taken.
+    from: usize,
+}
+
+impl Many {
+    /// The one for so many rows and tokens, with its grid: the largest cut that they fill, with workgroups enough for a device.
+    fn of(&self, rows: usize, tokens: usize) -> (&Op, [u32; 3]) {
+        let grid = |tiling: &Tiling| {
+            [(rows as u32).div_ceil(tiling.rows), (tokens as u32).div_ceil(tiling.tokens), 1]
+        };
+        let is_enough = |(_, tiling): &&(Op, Tiling)| {
+            let [runs, times, _] = grid(tiling);
+            tiling.is_filled(tokens) && runs * times >= WORKGROUPS
+        };
+        let (op, tiling) =
+            self.ops.iter().find(is_enough).or(self.ops.last()).expect("there is one at least");
+        (op, grid(tiling))
+    }
+}
+
 /// `out[t, offset + r] = sum over k of W[r, k] * x[t, k]` for coded weights and int8 activations.
 ///
 /// The bits are those of the CPU's `Kernels::coded_matmul`, whatever the number of tokens: exact integers within a group, groups in ascending order with one fused multiply-add each. (Where a
 /// scale of weights times one of activations is subnormal, a device may take it for zero.)
+///
+/// A few tokens take each tile as it lies, eight of them at once (coded.wgsl); many share tiles that are unpacked once
+/// (coded_tiled.wgsl).
 #[derive(Clone, Debug)]
 pub struct CodedMatmul {
     passes: Vec<CodedOp>,
+    many: Option<Many>,
     rows: usize,
     groups: usize,
     tokens: usize,
@@ -168,10 +203,10 @@ impl CodedMatmul {
     /// # Panics
     /// If the weights have no codes, `x` has other columns or groups, or the output has no room.
     pub fn new(gpu: &Gpu, weights: &Weights, x: &CodedPlane, out: &Columns) -> Result<Self, GpuError> {
-        Self::tuned(gpu, weights, x, out, None)
+        Self::cut(gpu, weights, x, out, None, MANY, &Tiling::DENSE)
     }
 
-    /// The same, cut as said: for measurements.
+    /// The same, passes of a few tokens cut as said: for measurements.
     ///
     /// # Errors
     /// As [`Self::new`].
@@ -185,12 +220,44 @@ impl CodedMatmul {
         out: &Columns,
         tuning: Option<Tuning>,
     ) -> Result<Self, GpuError> {
+        Self::cut(gpu, weights, x, out, tuning, MANY, &Tiling::DENSE)
+    }
+
+    /// The same, cut as said from so many tokens on, if the device can: for measurements.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    ///
+    /// # Panics
+    /// As there, and if `tiling` is not one of those that its fields name.
+    pub fn tiled(
+        gpu: &Gpu,
+        weights: &Weights,
+        x: &CodedPlane,
+        out: &Columns,
+        from: usize,
+        tiling: Tiling,
+    ) -> Result<Self, GpuError> {
+        Self::cut(gpu, weights, x, out, None, from, &[tiling])
+    }
+
+    fn cut(
+        gpu: &Gpu,
+        weights: &Weights,
+        x: &CodedPlane,
+        out: &Columns,
+        tuning: Option<Tuning>,
+        from: usize,
+        tilings: &[Tiling],
+    ) -> Result<Self, GpuError> {
         let uniform = weights.tiles();
         assert!(x.suits(uniform, weights.cols), "x is {} in {}", x.cols, x.group);
         out.assert_room(x.tokens, weights.rows);
         assert!(x.tokens.div_ceil(8) <= GRID && weights.rows.div_ceil(ROWS) <= GRID, "the grid");
         let groups = uniform.groups(weights.cols);
-        let passes = passes(x.tokens)
+        let many = if x.tokens < from { None } else { Self::many(gpu, weights, x, out, from, tilings)? };
+        let few = if many.is_some() { from - 1 } else { x.tokens };
+        let passes = passes(few)
             .map(|pass| {
                 let blocks = weights.rows.div_ceil(ROWS);
                 let cut = Cut::new(
@@ -217,7 +284,41 @@ impl CodedMatmul {
             })
             .collect::<Result<_, _>>()?;
         let (stride, offset) = (out.stride, out.offset);
-        Ok(Self { passes, rows: weights.rows, groups, tokens: x.tokens, stride, offset })
+        Ok(Self { passes, many, rows: weights.rows, groups, tokens: x.tokens, stride, offset })
+    }
+
+    fn many(
+        gpu: &Gpu,
+        weights: &Weights,
+        x: &CodedPlane,
+        out: &Columns,
+        from: usize,
+        tilings: &[Tiling],
+    ) -> Result<Option<Many>, GpuError> {
+        let repeated = Repeated::on(gpu)?;
+        let ops = tilings
+            .iter()
+            .filter_map(|tiling| Tiled::new(gpu, weights.encoding, *tiling))
+            .map(|tiled| {
+                let (mut constants, core) = tiled.core(repeated);
+                constants.push(("OUT", 3));
+                let parts = [&core, include_str!("wgsl/coded_tiled_matmul.wgsl"), &tiled.rows(repeated)];
+                let kernel = gpu.kernel(&Shader {
+                    name: "coded product, many tokens",
+                    source: source(gpu, &constants, &parts)?.into(),
+                    bindings: &[Access::Read, Access::Read, Access::Read, Access::Write],
+                })?;
+                let op = gpu.bind(&kernel, &[&weights.slice, &x.codes, &x.cells, &out.plane])?;
+                Ok((op, tiled.tiling))
+            })
+            .collect::<Result<Vec<_>, GpuError>>()?;
+        Ok(if ops.is_empty() { None } else { Some(Many { ops, from }) })
+    }
+
+    /// Whether many tokens share tiles: there is room for so many, and the device can.
+    #[must_use]
+    pub const fn shares_tiles(&self) -> bool {
+        self.many.is_some()
     }
 
     /// Records it for the first `tokens` tokens.
@@ -226,6 +327,11 @@ impl CodedMatmul {
     /// If there is no room for them.
     pub fn record(&self, step: &mut Step, tokens: usize) {
         assert!(tokens <= self.tokens, "{tokens} tokens of {}", self.tokens);
+        if let Some(many) = self.many.as_ref().filter(|many| tokens >= many.from) {
+            let words = [self.rows, self.groups, tokens, self.stride, self.offset];
+            let (op, grid) = many.of(self.rows, tokens);
+            return step.run(op, &words.map(|word| word as u32), grid);
+        }
         let pass = pass_of(tokens);
         let CodedOp { op, blocks } = &self.passes[pass];
         let words = [self.rows, self.groups, *blocks as usize, tokens, self.stride, self.offset];

@@ -16,6 +16,8 @@ const HELD: u32 = 34;
 const MANY_BLOCKS: usize = 512;
 const SOME_BLOCKS: usize = 160;
 const LONG: usize = 48;
+/// How codes lie, for every coded kernel.
+pub(crate) const TILES: &str = include_str!("wgsl/coded_tiles.wgsl");
 const OWN_X: &str = include_str!("wgsl/coded_own_x.wgsl");
 /// Rows that workgroups quantise, of a plane.
 pub(crate) const OWN_ROW: &str = include_str!("wgsl/coded_own_row.wgsl");
@@ -124,6 +126,14 @@ impl Tuning {
         let threads = if tiles <= 128 && pass <= 4 { 256 } else { 128 };
         Self { threads, lanes: Lanes::Four }
     }
+}
+
+/// The text and the constants that say what codes mean.
+pub(crate) fn code_constants(encoding: Encoding, uniform: Uniform) -> (String, Vec<(&'static str, u32)>) {
+    let (levels, least) = levels(encoding);
+    let mut constants = tile_constants(uniform).to_vec();
+    constants.extend([("LEAST", least), ("TABLE", u32::from(encoding != Encoding::Uniform(uniform)))]);
+    (levels, constants)
 }
 
 /// A coded kernel's constants.
@@ -304,14 +314,8 @@ impl Cut {
         let chains = self.chains(blocks);
         // Longer tiles are read where they are needed.
         let held = Some((uniform.tile_bytes() / 64) as u32).filter(|lines| *lines <= HELD).unwrap_or(0);
-        let (levels, least) = levels(encoding);
-        let mut constants = tile_constants(uniform).to_vec();
-        constants.extend([
-            ("LEAST", least),
-            ("TABLE", u32::from(encoding != Encoding::Uniform(uniform))),
-            ("TOKENS", self.pass),
-            ("THREADS", self.threads),
-        ]);
+        let (levels, mut constants) = code_constants(encoding, uniform);
+        constants.extend([("TOKENS", self.pass), ("THREADS", self.threads)]);
         let operand = match self.operand {
             Operand::Plane => include_str!("wgsl/coded_plane.wgsl").to_owned(),
             Operand::Own(own) => {
@@ -324,7 +328,7 @@ impl Cut {
                 OWN_X.to_owned()
             }
         };
-        let tiles = include_str!("wgsl/coded_tiles.wgsl").to_owned();
+        let tiles = [TILES, include_str!("wgsl/coded_job.wgsl")].concat();
         let job = "job: ptr<function, Job>";
         if let Some(ahead) = self.wide(encoding, groups) {
             assert_eq!((blocks, self.pass), (1, 1), "blocks and tokens of a workgroup");

@@ -6,7 +6,6 @@ use smoe_format::{Encoding, Uniform};
 
 use crate::Slice;
 use crate::norm::demand;
-use crate::work::PAIRS;
 
 /// How the experts of a layer lie in slots, and what they make of their products.
 #[derive(Clone, Debug)]
@@ -101,9 +100,9 @@ impl ExpertLayout {
         (bytes / 16) as u32
     }
 
-    /// Most entries of the list of so many pairs: each expert may have one that is not full.
-    pub(crate) fn entries(&self, pairs: usize) -> usize {
-        pairs.min(self.n_experts + pairs / PAIRS)
+    /// Experts of the layer.
+    pub(crate) const fn n_experts(&self) -> usize {
+        self.n_experts
     }
 
     /// Asserts that 32 bits address `slots` in pieces.

@@ -2,24 +2,27 @@
 //!
 //! `hidden = quantise(activation(gate x, up x))` ([`GateUp`]), `y = down hidden` ([`Down`]), biases added to each product
 //! where there are some. If gate and up are coded alike and down is coded, the first is one kernel; otherwise three, over f32
-//! planes. Of one token that kernel leaves floats, more workgroups having a part in it, and down's workgroups quantise their
+//! planes. Coded products of entries of many pairs share tiles that are unpacked once (coded_tiled.wgsl). Of one token that kernel leaves floats, more workgroups having a part in it, and down's workgroups quantise their
 //! expert's each for itself.
 
 use smoe_format::tile::ROWS;
 use smoe_format::{Encoding, Uniform};
 
-use crate::coded::{CodedOp, pass_of, passes};
+use crate::coded::{CodedOp, PASSES, pass_of, passes};
 use crate::cut::{Cut, OWN_ROW, Tuning, can_own};
 use crate::float::FloatCut;
 use crate::hidden::LONE_PAIRS;
 use crate::hidden::{Lone, Values};
 use crate::quantise::{GRID, QUANTISE, Repeated, TO_PLANE, assert_plane, source};
+use crate::tiling::{Tiled, Tiling};
 use crate::{Access, CodedPlane, ExpertLayout, Gpu, GpuError, Hidden, Op, Shader, Slice, Step, WorkList};
 
 const LIST: &str = include_str!("wgsl/experts.wgsl");
 const PRODUCT: &str = include_str!("wgsl/experts_product.wgsl");
 const CODED: &str = include_str!("wgsl/experts_coded.wgsl");
 const FLOAT: &str = include_str!("wgsl/experts_float.wgsl");
+/// From sums of gate and up to hidden values.
+const GATE_UP_HIDDEN: &str = include_str!("wgsl/experts_gate_up_hidden.wgsl");
 /// Threads of a workgroup of what is no product.
 const THREADS: u32 = 256;
 /// Experts of a dispatch that the cut of their products reckons with: a single token's.
@@ -84,8 +87,19 @@ impl<'a> Tail<'a> {
 /// One projection of the experts of a list.
 #[derive(Clone, Debug)]
 enum Projection {
-    Coded { passes: Vec<CodedOp>, words: [u32; 5], rows: usize },
-    Float { passes: Vec<Op>, cut: FloatCut, words: [u32; 4], rows: usize },
+    /// `many` are for entries of many pairs, the largest cut first.
+    Coded {
+        passes: Vec<CodedOp>,
+        many: Vec<(Op, Tiling)>,
+        words: [u32; 5],
+        rows: usize,
+    },
+    Float {
+        passes: Vec<Op>,
+        cut: FloatCut,
+        words: [u32; 4],
+        rows: usize,
+    },
 }
 
 impl Projection {
@@ -99,6 +113,7 @@ impl Projection {
         rows: Rows,
         out: &Slice,
         tuning: Option<Tuning>,
+        tilings: &[Tiling],
     ) -> Result<Self, GpuError> {
         let name = ["experts' gate", "experts' up", "experts' down"][projection];
         let tensor = layout.tensors[projection];
@@ -135,8 +150,28 @@ impl Projection {
                         )
                     })
                     .collect::<Result<_, _>>()?;
+                let repeated = Repeated::on(gpu)?;
+                let many = tilings
+                    .iter()
+                    .filter_map(|tiling| Tiled::new(gpu, encoding, *tiling).filter(|_| has_many(list)))
+                    .map(|tiled| {
+                        let (mut constants, core) = tiled.core(repeated);
+                        constants.extend([("LIST", 3), ("OUT", 5), ("TOP_K", top_k), by_pair]);
+                        let operands = vec![slots, &x.codes, &x.cells];
+                        let Tail { bias, accesses, buffers } =
+                            Tail::new(layout, projection, operands, list, out);
+                        let text = [include_str!("wgsl/experts_tiled.wgsl"), &tiled.rows(repeated)];
+                        let parts = [&core, LIST, PRODUCT, &bias, text[0], text[1]];
+                        let kernel = gpu.kernel(&Shader {
+                            name: &format!("{name}, many tokens"),
+                            source: source(gpu, &constants, &parts)?.into(),
+                            bindings: &[&[Access::Read; 3], accesses].concat(),
+                        })?;
+                        Ok((gpu.bind(&kernel, &buffers)?, tiled.tiling))
+                    })
+                    .collect::<Result<_, GpuError>>()?;
                 let words = [words[0], groups as u32, 0, words[3], words[4]];
-                Ok(Self::Coded { passes, words, rows: tensor.rows })
+                Ok(Self::Coded { passes, many, words, rows: tensor.rows })
             }
             (Encoding::F32 | Encoding::F16 | Encoding::Bf16, X::Float(x)) => {
                 let cut = FloatCut::new(tensor.rows * TIMES);
@@ -155,30 +190,43 @@ impl Projection {
         }
     }
 
-    fn record(&self, step: &mut Step, tokens: usize, entries: u32) {
+    fn record(&self, step: &mut Step, tokens: usize, list: &WorkList) {
         let pass = pass_of(tokens);
+        let [entries, parts] = list.grid(tokens, PASSES[pass]);
         match self {
-            Self::Coded { passes, words, rows } => {
+            Self::Coded { many, words, rows, .. } if is_of_many(list, tokens) && !many.is_empty() => {
+                let mean = tokens * list.top_k / list.n_experts;
+                let fits = many.iter().find(|(_, tiling)| tiling.is_filled(mean));
+                let (op, tiling) = fits.unwrap_or(&many[many.len() - 1]);
+                let words = [words[0], words[1], words[3], words[4]];
+                let [entries, parts] = list.grid(tokens, tiling.tokens);
+                step.run(op, &words, [(*rows as u32).div_ceil(tiling.rows), entries, parts]);
+            }
+            Self::Coded { passes, words, rows, .. } => {
                 let CodedOp { op, blocks } = &passes[pass];
                 let words = [words[0], words[1], *blocks, words[3], words[4]];
-                step.run(op, &words, [(rows.div_ceil(ROWS) as u32).div_ceil(*blocks), entries, 1]);
+                step.run(op, &words, [(rows.div_ceil(ROWS) as u32).div_ceil(*blocks), entries, parts]);
             }
             Self::Float { passes, cut, words, rows } => {
-                step.run(&passes[pass], words, [cut.grid(*rows), entries, 1]);
+                step.run(&passes[pass], words, [cut.grid(*rows), entries, parts]);
             }
         }
     }
 }
 
+/// Whether entries of a list of so many tokens are of many pairs.
+const fn is_of_many(list: &WorkList, tokens: usize) -> bool {
+    list.entry_pairs(tokens) > PASSES[PASSES.len() - 1] as usize
+}
+
+/// Whether they can be.
+const fn has_many(list: &WorkList) -> bool {
+    is_of_many(list, list.tokens)
+}
+
 /// Whether the hidden values of a lone token stay floats that down quantises.
 fn is_lone(gpu: &Gpu, layout: &ExpertLayout, top_k: usize) -> bool {
     top_k <= LONE_PAIRS && layout.fused().is_some_and(|(_, _, down)| can_own(gpu, down, layout.d_expert()))
-}
-
-/// Most entries, asserting that the grid has room for them.
-fn most_entries(layout: &ExpertLayout, list: &WorkList, tokens: usize) -> u32 {
-    assert!(tokens <= list.tokens, "{tokens} tokens of {}", list.tokens);
-    layout.entries(tokens * list.top_k) as u32
 }
 
 /// `hidden[place] = activation(gate x, up x)` of each place of a work list, quantised if down is coded.
@@ -189,7 +237,6 @@ fn most_entries(layout: &ExpertLayout, list: &WorkList, tokens: usize) -> u32 {
 /// how many there are. Places of absent experts are left as they are, or undefined.
 #[derive(Clone, Debug)]
 pub struct GateUp {
-    layout: ExpertLayout,
     list: WorkList,
     how: How,
 }
@@ -200,6 +247,8 @@ enum How {
     Fused {
         lone: Option<(Op, [u32; 5])>,
         passes: Vec<Op>,
+        /// With the blocks of a part.
+        many: Option<(Op, Tiling, u32)>,
         words: [u32; 6],
         blocks: u32,
         part: u32,
@@ -229,16 +278,16 @@ impl GateUp {
         x: &ExpertInput<'_>,
         hidden: &Hidden,
     ) -> Result<Self, GpuError> {
-        Self::tuned(gpu, layout, slots, list, x, hidden, None)
+        Self::tuned(gpu, layout, slots, list, x, hidden, None, None)
     }
 
-    /// The same, one token's cut as said: for measurements.
+    /// The same, cut as said for one token and for many, if the device can: for measurements.
     ///
     /// # Errors
     /// As [`Self::new`].
     ///
     /// # Panics
-    /// As there, and if `tuning` is not one of those that its fields name.
+    /// As there, and if `tuning` or `tiling` is not one of those that its fields name.
     pub fn tuned(
         gpu: &Gpu,
         layout: &ExpertLayout,
@@ -247,14 +296,18 @@ impl GateUp {
         x: &ExpertInput<'_>,
         hidden: &Hidden,
         tuning: Option<Tuning>,
+        tiling: Option<Tiling>,
     ) -> Result<Self, GpuError> {
         layout.assert_slots(slots);
         assert!(list.most_pairs() <= GRID, "{} pairs", list.most_pairs());
         let how = match layout.fused() {
-            Some(codes) => Self::fused(gpu, layout, slots, list, x, hidden, codes, tuning)?,
+            Some(codes) => {
+                let tiling = tiling.unwrap_or(Tiling::GATE_UP);
+                Self::fused(gpu, layout, slots, list, x, hidden, codes, tuning, tiling)?
+            }
             None => Self::apart(gpu, layout, slots, list, x, hidden)?,
         };
-        Ok(Self { layout: layout.clone(), list: list.clone(), how })
+        Ok(Self { list: list.clone(), how })
     }
 
     fn fused<'a>(
@@ -266,6 +319,7 @@ impl GateUp {
         hidden: &'a Hidden,
         (encoding, uniform, down): (Encoding, Uniform, Uniform),
         tuning: Option<Tuning>,
+        tiling: Tiling,
     ) -> Result<How, GpuError> {
         let x = coded_operand(layout, 0, x, list.tokens);
         let plane = coded_hidden(layout, down, hidden, list.most_pairs());
@@ -293,8 +347,8 @@ impl GateUp {
                     ("TOP_K", list.top_k as u32),
                     ("LIST", 3),
                 ]);
-                let own = include_str!("wgsl/experts_gate_up.wgsl");
-                let parts = [QUANTISE, &core, LIST, &bias, &glu, own];
+                let own = [GATE_UP_HIDDEN, include_str!("wgsl/experts_gate_up.wgsl")];
+                let parts = [QUANTISE, &core, LIST, &bias, &glu, own[0], own[1]];
                 let kernel = gpu.kernel(&Shader {
                     name: "experts' gate and up",
                     source: source(gpu, &constants, &parts)?.into(),
@@ -303,6 +357,33 @@ impl GateUp {
                 gpu.bind(&kernel, &buffers(&plane.codes, &plane.cells))
             })
             .collect::<Result<_, _>>()?;
+        // A part of many tokens is whole groups of hidden values too.
+        let tiling = Tiling { rows: tiling.rows.max(2 * down.group() as u32), lane_rows: 8, ..tiling };
+        let part_of_many = tiling.rows / (2 * ROWS as u32);
+        let many = match Tiled::new(gpu, encoding, tiling).filter(|_| has_many(list)) {
+            Some(tiled) => {
+                let repeated = Repeated::on(gpu)?;
+                let (mut constants, core) = tiled.core(repeated);
+                let (kept, rounds) = tiled.rounds(repeated);
+                constants.extend([
+                    ("GROUP", down.group() as u32),
+                    ("TEAM", gpu.team(down.group()) as u32),
+                    ("PART", part_of_many),
+                    ("TOP_K", list.top_k as u32),
+                    ("LIST", 3),
+                    ("KEPT", kept),
+                ]);
+                let own = [GATE_UP_HIDDEN, include_str!("wgsl/experts_gate_up_tiled.wgsl"), &rounds];
+                let parts = [QUANTISE, &core, LIST, &bias, &glu, own[0], own[1], own[2]];
+                let kernel = gpu.kernel(&Shader {
+                    name: "experts' gate and up, many tokens",
+                    source: source(gpu, &constants, &parts)?.into(),
+                    bindings: &bindings,
+                })?;
+                Some((gpu.bind(&kernel, &buffers(&plane.codes, &plane.cells))?, tiling, part_of_many))
+            }
+            None => None,
+        };
         let [gate, up, _] = layout.tensors.map(|tensor| ExpertLayout::piece(tensor.offset as u64));
         let slot = ExpertLayout::piece(layout.slot_bytes);
         let rows = layout.d_expert() as u32;
@@ -326,7 +407,7 @@ impl GateUp {
             }
             _ => None,
         };
-        Ok(How::Fused { lone, passes, words, blocks, part })
+        Ok(How::Fused { lone, passes, many, words, blocks, part })
     }
 
     fn apart(
@@ -348,7 +429,7 @@ impl GateUp {
                 assert_plane(x, list.tokens, layout.d_model());
                 X::Float(x)
             };
-            Projection::new(gpu, layout, i, slots, list, x, Rows::Tokens, out, None)
+            Projection::new(gpu, layout, i, slots, list, x, Rows::Tokens, out, None, &Tiling::EXPERTS)
         };
         let (gate, up) = (projection(0, gates)?, projection(1, ups)?);
         let (group, groups, text, outputs) = match &hidden.values {
@@ -383,18 +464,24 @@ impl GateUp {
     /// # Panics
     /// If there is no room for them.
     pub fn record(&self, step: &mut Step, tokens: usize) {
-        let entries = most_entries(&self.layout, &self.list, tokens);
+        let list = &self.list;
+        let pass = pass_of(tokens);
+        let [entries, parts] = list.grid(tokens, PASSES[pass]);
         match &self.how {
             How::Fused { lone: Some((op, words)), blocks, .. } if tokens == 1 => {
                 step.run(op, words, [2 * *blocks, entries, 1]);
             }
+            How::Fused { many: Some((op, tiling, part)), words, blocks, .. } if is_of_many(list, tokens) => {
+                let [entries, parts] = list.grid(tokens, tiling.tokens);
+                step.run(op, words, [blocks.div_ceil(*part), entries, parts]);
+            }
             How::Fused { passes, words, blocks, part, .. } => {
-                step.run(&passes[pass_of(tokens)], words, [blocks.div_ceil(*part), entries, 1]);
+                step.run(&passes[pass], words, [blocks.div_ceil(*part), entries, parts]);
             }
             How::Apart { gate, up, hidden, words, parts } => {
-                gate.record(step, tokens, entries);
-                up.record(step, tokens, entries);
-                step.run(hidden, words, [*parts, (tokens * self.list.top_k) as u32, 1]);
+                gate.record(step, tokens, list);
+                up.record(step, tokens, list);
+                step.run(hidden, words, [*parts, (tokens * list.top_k) as u32, 1]);
             }
         }
     }
@@ -439,7 +526,6 @@ fn coded_hidden<'a>(
 /// [`FloatMatmul`](crate::FloatMatmul). Rows of absent experts are left as they are.
 #[derive(Clone, Debug)]
 pub struct Down {
-    layout: ExpertLayout,
     list: WorkList,
     product: Projection,
 }
@@ -461,7 +547,7 @@ impl Down {
         hidden: &Hidden,
         y: &Slice,
     ) -> Result<Self, GpuError> {
-        Self::tuned(gpu, layout, slots, list, hidden, y, None)
+        Self::tuned(gpu, layout, slots, list, hidden, y, None, None)
     }
 
     /// The same, coded products cut as said: for measurements.
@@ -470,7 +556,7 @@ impl Down {
     /// As [`Self::new`].
     ///
     /// # Panics
-    /// As there, and if `tuning` is not one of those that its fields name.
+    /// As there, and if `tuning` or `tiling` is not one of those that its fields name.
     pub fn tuned(
         gpu: &Gpu,
         layout: &ExpertLayout,
@@ -479,6 +565,7 @@ impl Down {
         hidden: &Hidden,
         y: &Slice,
         tuning: Option<Tuning>,
+        tiling: Option<Tiling>,
     ) -> Result<Self, GpuError> {
         layout.assert_slots(slots);
         assert!(list.most_pairs() <= GRID, "{} pairs", list.most_pairs());
@@ -498,8 +585,9 @@ impl Down {
             }
             (None, Values::Coded(..)) => panic!("down takes floats"),
         };
-        let product = Projection::new(gpu, layout, 2, slots, list, x, Rows::Places, y, tuning)?;
-        Ok(Self { layout: layout.clone(), list: list.clone(), product })
+        let tilings = tiling.as_ref().map_or(&Tiling::EXPERTS[..], std::slice::from_ref);
+        let product = Projection::new(gpu, layout, 2, slots, list, x, Rows::Places, y, tuning, tilings)?;
+        Ok(Self { list: list.clone(), product })
     }
 
     /// Records it for a list of `tokens` tokens.
@@ -507,6 +595,6 @@ impl Down {
     /// # Panics
     /// If there is no room for them.
     pub fn record(&self, step: &mut Step, tokens: usize) {
-        self.product.record(step, tokens, most_entries(&self.layout, &self.list, tokens));
+        self.product.record(step, tokens, &self.list);
     }
 }

@@ -29,11 +29,13 @@ mod memory;
 mod norm;
 mod normed;
 mod plane;
+mod prompt;
 mod quantise;
 mod rope;
 mod route;
 mod shader;
 mod step;
+mod tiling;
 mod work;
 
 pub use attention::{Attention, AttentionHeads, AttentionOutputs, AttentionScratch};
@@ -62,4 +64,5 @@ pub use rope::{
 pub use route::{Argmax, Route, RouteInputs, RouteOutputs, RouterNorm};
 pub use shader::{Access, Idle, Kernel, Op, Shader};
 pub use step::{Readback, Recorded, Step, Submitted};
+pub use tiling::Tiling;
 pub use work::WorkList;

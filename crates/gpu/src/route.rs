@@ -25,7 +25,7 @@ const ARGMAX: &str = include_str!("wgsl/route_argmax.wgsl");
 
 /// Scores that a workgroup keeps.
 const ROOM: usize = 1024;
-/// Tokens of a workgroup at most, and pairs of an entry of the work list.
+/// Tokens of a workgroup at most.
 const FEW: usize = 8;
 /// Threads of a workgroup.
 const THREADS: usize = float::THREADS as usize;
@@ -123,6 +123,7 @@ pub struct Route {
     few: usize,
     tokens: usize,
     n_experts: usize,
+    list: WorkList,
     scale: f32,
     /// What the halt becomes if experts are not there; 0 if there is none.
     number: f32,
@@ -186,9 +187,9 @@ impl Route {
         demand(slots, n_experts, "slots of experts");
         demand(ids, n, "ids of experts");
         demand(weights, n, "routing weights");
-        assert!(list.tokens >= tokens && list.top_k == top_k, "a work list of other tokens");
-        demand(pairs, n, "pairs");
-        demand(work, 4 + 4 * n.min(n_experts + n / FEW), "a work list");
+        let suits = list.tokens >= tokens && list.top_k == top_k && list.n_experts == n_experts;
+        assert!(suits, "a work list of other tokens or experts");
+        list.assert_room(tokens);
         if let Some((seen, block)) = seen {
             demand(seen, (block + 1) * tokens * n_experts, "logits of layers");
         }
@@ -362,7 +363,22 @@ impl Route {
         let norm = norm.filter(|_| router.is_some()).map(|norm| [norm.eps, norm.residual]);
         let (one, whole, choose) = (choose(Does::One)?, choose(Does::Few)?, choose(Does::Choose)?);
         let block = seen.map_or(0, |(_, block)| block);
-        Ok(Self { router, norm, one, whole, choose, group, few, tokens, n_experts, scale, number, block })
+        let list = list.clone();
+        Ok(Self {
+            router,
+            norm,
+            one,
+            whole,
+            choose,
+            group,
+            few,
+            tokens,
+            n_experts,
+            list,
+            scale,
+            number,
+            block,
+        })
     }
 
     /// Tokens of one dispatch.
@@ -403,7 +419,8 @@ impl Route {
             return;
         }
         step.run(&self.choose, &words, [tokens.div_ceil(self.few) as u32, 1, 1]);
-        step.run(&self.group, &words[..1], [self.n_experts as u32, 1, 1]);
+        let most = self.list.entry_pairs(tokens) as u32;
+        step.run(&self.group, &[words[0], most], [self.n_experts as u32, 1, 1]);
     }
 }
 

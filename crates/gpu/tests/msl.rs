@@ -149,7 +149,7 @@ fn floats(gpu: &Gpu, n: usize) -> Slice {
 }
 
 fn products(gpu: &Gpu) -> Result<(), GpuError> {
-    let (rows, cols, tokens) = (96, 3072, 8);
+    let (rows, cols, tokens) = (96, 3072, 64);
     let (x, odd) = (floats(gpu, tokens * cols), cols - 5);
     let out = Columns::whole(floats(gpu, tokens * rows), rows);
     let matrix = |encoding: Encoding, cols: usize| {
@@ -185,7 +185,8 @@ fn products(gpu: &Gpu) -> Result<(), GpuError> {
 }
 
 fn experts(gpu: &Gpu, encodings: [Encoding; 3]) -> Result<(), GpuError> {
-    let (d, ff, tokens, top_k) = (256, 128, 8, 4);
+    // So many that experts share tiles too.
+    let (d, ff, tokens, top_k) = (256, 128, 64, 4);
     let mut at = 0;
     let tensors = [0, 1, 2].map(|i| {
         let (rows, cols) = if i < 2 { (ff, d) } else { (d, ff) };

@@ -483,6 +483,24 @@ const SIGMOID: Router = Router {
     scale: true,
 };
 
+/// Latent attention and a router by sigmoid.
+const DEEPSEEK_V3: Family = Family {
+    latent: true,
+    router: SIGMOID,
+    n_experts: &["n_routed_experts"],
+    shared: Shared::Count("n_shared_experts"),
+    dense: Dense::FirstK,
+    rope: &["yarn"],
+    rotary: Rotary::NeighboursByKey,
+    kv_heads_optional: true,
+    only: &[
+        only("moe_layer_freq", is_one, "1"),
+        only("scoring_func", is_sigmoid, "\"sigmoid\""),
+        only("topk_method", |v| v == "noaux_tc", "\"noaux_tc\""),
+    ],
+    ..LLAMA
+};
+
 /// Latent attention over positions that an indexer chooses: DeepSeek-V3.2's.
 const SPARSE: Family = Family {
     latent: true,
@@ -649,23 +667,9 @@ pub(crate) static FAMILIES: &[Family] = &[
         ],
         ..LLAMA
     },
-    Family {
-        model_type: "deepseek_v3",
-        latent: true,
-        router: SIGMOID,
-        n_experts: &["n_routed_experts"],
-        shared: Shared::Count("n_shared_experts"),
-        dense: Dense::FirstK,
-        rope: &["yarn"],
-        rotary: Rotary::NeighboursByKey,
-        kv_heads_optional: true,
-        only: &[
-            only("moe_layer_freq", is_one, "1"),
-            only("scoring_func", is_sigmoid, "\"sigmoid\""),
-            only("topk_method", |v| v == "noaux_tc", "\"noaux_tc\""),
-        ],
-        ..LLAMA
-    },
+    Family { model_type: "deepseek_v3", ..DEEPSEEK_V3 },
+    // Its code is DeepSeek-V3's, under a name of its own.
+    Family { model_type: "kimi_k2", ..DEEPSEEK_V3 },
     Family { model_type: "deepseek_v32", ..SPARSE },
     Family {
         model_type: "glm_moe_dsa",

@@ -5,11 +5,14 @@
 //! [`arrives`](WeightFiles::arrives), and is told the order of the files, when one is needed, and when it is not
 //! needed any more.
 
+use std::collections::HashMap;
 use std::fmt;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use smoe_format::file_name;
 
@@ -133,6 +136,70 @@ impl WeightFile for File {
             .iter()
             .flat_map(|v| v.to_le_bytes())
             .collect())
+    }
+}
+
+/// Weight files, and the places that were expected of them.
+pub(crate) struct Expected<'a> {
+    files: &'a dyn WeightFiles,
+    /// Bytes by file and first byte.
+    places: Mutex<HashMap<(PathBuf, u64), usize>>,
+    only_noted: AtomicBool,
+}
+
+impl<'a> Expected<'a> {
+    pub fn of(files: &'a dyn WeightFiles) -> Self {
+        Self { files, places: Mutex::default(), only_noted: AtomicBool::new(false) }
+    }
+
+    /// What is expected from now on is noted, and not asked for.
+    pub fn only_note(&self) {
+        self.only_noted.store(true, Ordering::Relaxed);
+    }
+
+    /// Bytes of all places, each counted once.
+    pub fn bytes(&self) -> u64 {
+        self.places.lock().expect("nobody panics with it").values().map(|bytes| *bytes as u64).sum()
+    }
+}
+
+impl WeightFiles for Expected<'_> {
+    fn has(&self, path: &Path) -> bool {
+        self.files.has(path)
+    }
+
+    fn open(&self, path: &Path) -> io::Result<Box<dyn WeightFile>> {
+        self.files.open(path)
+    }
+
+    fn arrives(&self) -> bool {
+        self.files.arrives()
+    }
+
+    fn expect(&self, places: &[Place<'_>]) -> io::Result<()> {
+        let mut noted = self.places.lock().expect("nobody panics with it");
+        for place in places {
+            let bytes = noted.entry((place.path.to_owned(), place.offset)).or_default();
+            *bytes = place.bytes.max(*bytes);
+        }
+        drop(noted);
+        if self.only_noted.load(Ordering::Relaxed) { Ok(()) } else { self.files.expect(places) }
+    }
+
+    fn here(&self, path: &Path) -> u64 {
+        self.files.here(path)
+    }
+
+    fn order(&self, paths: &[PathBuf]) {
+        self.files.order(paths);
+    }
+
+    fn fetch(&self, path: &Path) -> io::Result<()> {
+        self.files.fetch(path)
+    }
+
+    fn release(&self, path: &Path) -> io::Result<()> {
+        self.files.release(path)
     }
 }
 

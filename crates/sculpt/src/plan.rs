@@ -702,6 +702,19 @@ impl Plan {
         }
     }
 
+    /// Tells `files` by which rows a step will be found, if one is to be.
+    pub fn expect_step(
+        &self,
+        (checkpoint, files): (&Checkpoint, &dyn WeightFiles),
+        settings: &Settings,
+        stop: &AtomicBool,
+    ) -> Result<(), SculptError> {
+        if settings.coded_bpw.is_none() {
+            return Ok(());
+        }
+        checkpoint.expect_rows(files, &self.step_search(checkpoint, settings, &(), stop).rows())
+    }
+
     /// Finds the step of the experts' codes, where they are those of one, unless earlier work did: it must go on with
     /// the same.
     pub fn find_step(

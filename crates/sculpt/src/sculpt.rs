@@ -16,7 +16,7 @@ use crate::checkpoint::{Checkpoint, SideFile};
 use crate::coded::{self, Claim, Placing};
 use crate::encode::{Scratch, crc_at, crc_start, encode_record, write_item, write_record};
 use crate::error::{SculptError, Warning};
-use crate::files::{OnDisk, WeightFiles};
+use crate::files::{Expected, OnDisk, WeightFiles};
 use crate::journal::{self, Journal};
 use crate::partial::{Found, JOURNAL, Ledger, Partial, differs, hidden, remove_vault_files};
 use crate::plan::{Item, Plan, parent_of, worker_bytes};
@@ -660,6 +660,9 @@ pub struct DryRun {
     pub padding_bytes: u64,
     /// Of files that arrive, the most that is on the disk at once.
     pub arriving_bytes: u64,
+    /// Of files that arrive, what is read before any of them comes, and kept: by it checkpoints are told apart, and codes
+    /// decided.
+    pub sampled_bytes: u64,
     /// Free bytes that the disk must have.
     pub needed_bytes: u64,
     /// Free bytes that it has, if a vault was named.
@@ -690,6 +693,7 @@ pub fn dry_run_of(
     settings: &Settings,
     cancel: &AtomicBool,
 ) -> Result<DryRun, SculptError> {
+    let files = &Expected::of(files);
     let checkpoint = Checkpoint::open_of(checkpoint, settings.tokenizer.as_deref(), files)?;
     checkpoint.expect_samples(files)?;
     let settings = &settings.settled(checkpoint.is_coded());
@@ -711,8 +715,12 @@ pub fn dry_run_of(
         .filter(|t| embedding(t.tensor))
         .map(|t| (t.rows.saturating_sub(1) * t.cols) as u64)
         .sum();
-    let mut arriving_bytes = 0;
+    let (mut arriving_bytes, mut sampled_bytes) = (0, 0);
     if files.arrives() {
+        // What a step is found by is not read here: it may be much.
+        files.only_note();
+        plan.expect_step((&checkpoint, files), settings, cancel)?;
+        sampled_bytes = files.bytes();
         let (items, shards) = (plan.items(), checkpoint.shards());
         let all: Vec<usize> = (0..items.len()).collect();
         let stages = schedule::stages(plan.needs(&items, &all));
@@ -736,8 +744,9 @@ pub fn dry_run_of(
         token_expert_bytes: plan.token_expert_bytes(),
         token_backbone_bytes,
         padding_bytes: plan.experts.records.iter().map(|record| record.len - record.used).sum(),
-        needed_bytes: plan.total_bytes() + arriving_bytes + RESERVE,
+        needed_bytes: plan.total_bytes() + arriving_bytes + sampled_bytes + RESERVE,
         arriving_bytes,
+        sampled_bytes,
         available_bytes,
         spec: spec.clone(),
         warnings: plan.sources.warnings,

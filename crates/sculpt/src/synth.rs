@@ -10,7 +10,8 @@
 //!
 //! | file | what |
 //! | --- | --- |
-//! | `synth/shape.rs` | shapes of published models |
+//! | `synth/published.rs` | figures of published models |
+//! | `synth/shape.rs` | the shape that a name or a config.json stands for |
 //! | `synth/mixture.rs` | apart: a mixture of experts out of a dense model, with its trained weights |
 //! | `synth/routing.rs` | from wanted statistics to the embedding's mixture |
 //! | `synth/stream.rs` | tokens to measure with |
@@ -18,6 +19,7 @@
 //! | `synth/random.rs` | random numbers and tensors |
 
 mod mixture;
+mod published;
 mod random;
 mod routing;
 mod shape;
@@ -33,7 +35,8 @@ use sha2::{Digest as _, Sha256};
 use smoe_format::backbone::LayerPart;
 use smoe_format::expert_file::{Architecture, FileEntry, Manifest, Provenance};
 use smoe_format::{
-    BackboneTensor, Encoding, ExpertFile, LayerTable, ModelSpec, Projection, file_name, record_crc_start,
+    BackboneTensor, Encoding, ExpertFile, LayerTable, ModelSpec, Projection, Table, file_name,
+    record_crc_start,
 };
 
 pub use self::mixture::mixture_of_dense;
@@ -70,15 +73,28 @@ const DURABLE: u64 = 256 << 20;
 pub struct SynthOptions {
     /// Encodings, threads, force; its limits on layers and experts have no meaning here.
     pub settings: Settings,
+    /// Experts in MXFP4, in groups of 32, whatever bits and group the settings have.
+    pub mxfp4: bool,
     /// Write the records of so many MoE layers; layers beyond them have the same ones, by turns.
     pub unique_layers: Option<usize>,
     /// Names the weights.
     pub seed: u64,
     /// What routing is to be like on a [`token_stream`].
     pub routing: RoutingStats,
+    /// Which of it has to be met ([`RoutingStats::TOLERANCE`]), or the vault is refused; else it is as near as it can be.
+    pub required: Required,
     /// A vault or a checkpoint whose tokenizer, templates and generation settings come along; the vocabulary is then
     /// its tokenizer's.
     pub text: Option<PathBuf>,
+}
+
+/// Statistics of routing that have to be met.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Required {
+    /// [`RoutingStats::overlap`] has to.
+    pub overlap: bool,
+    /// [`RoutingStats::skew`] has to.
+    pub skew: bool,
 }
 
 impl Default for SynthOptions {
@@ -86,11 +102,22 @@ impl Default for SynthOptions {
         Self {
             // Random weights have nothing to lose: the plain rule, whatever the recipe says.
             settings: Settings { recipe: Recipe::Absmax, ..Settings::default() },
+            mxfp4: false,
             unique_layers: None,
             seed: 0,
             routing: RoutingStats { overlap: 0.46, skew: 0.3 },
+            required: Required::default(),
             text: None,
         }
+    }
+}
+
+impl SynthOptions {
+    fn expert_encoding(&self) -> Encoding {
+        if self.mxfp4 {
+            return Table::MXFP4.into();
+        }
+        self.settings.encoding(Role::Expert { layer: 0, projection: Projection::Gate }, Encoding::Bf16)
     }
 }
 
@@ -115,6 +142,9 @@ impl Synthetic {
     pub fn predict(&self, spec: &ModelSpec, tokens: usize) -> RoutingStats {
         Router::of(spec).predict(self.mixture, tokens.max(1))
     }
+
+    /// Tokens for which [`Self::routing`] was asked.
+    pub const TOKENS: usize = TOKENS;
 
     /// Reads a manifest's `source`; `None` if the vault was made from a checkpoint.
     #[must_use]
@@ -228,11 +258,13 @@ enum Item {
 /// Everything that is decided beforehand.
 struct Plan {
     settings: Settings,
+    /// Of the experts.
+    encoding: Encoding,
     seed: u64,
     provenance: Provenance,
     spec: ModelSpec,
     mixture: Mixture,
-    router: Router,
+    predicted: RoutingStats,
     unique_layers: usize,
     experts: ExpertFile,
     backbone: BackboneLayout<()>,
@@ -241,7 +273,7 @@ struct Plan {
 
 impl Plan {
     fn new(shape: &Shape, options: &SynthOptions) -> Result<Self, SculptError> {
-        let SynthOptions { settings, seed, routing, .. } = options;
+        let SynthOptions { settings, seed, routing, required, .. } = options;
         settings.validate()?;
         for (flag, value, low) in [("--overlap", routing.overlap, 0.0), ("--skew", routing.skew, 0.1)] {
             if !(low..=1.0).contains(&value) {
@@ -260,9 +292,23 @@ impl Plan {
             let expected = "must be above 0".to_owned();
             return Err(SculptError::Setting { flag: "--unique-layers", found: "0".to_owned(), expected });
         }
+        spec.validate()?;
         let router = Router::of(&spec);
         let mixture = router.solve(*routing);
+        let predicted = router.predict(mixture, TOKENS);
+        let RoutingStats { overlap, skew } = *routing;
+        for (required, flag, asked, nearest, other) in [
+            (required.overlap, "--overlap", overlap, predicted.overlap, format!("a skew of {skew}")),
+            (required.skew, "--skew", skew, predicted.skew, format!("an overlap of {overlap}")),
+        ] {
+            if required && (asked - nearest).abs() > RoutingStats::TOLERANCE {
+                let expected =
+                    format!("out of reach of this shape's router; with {other} the nearest is {nearest:.2}");
+                return Err(SculptError::Setting { flag, found: asked.to_string(), expected });
+            }
+        }
         let described = serde_json::to_vec(&spec).unwrap_or_default();
+        let encoding = options.expert_encoding();
         let digest: String =
             Sha256::digest(&described).iter().take(6).map(|byte| format!("{byte:02x}")).collect();
         let mut settings_line = format!(
@@ -270,7 +316,7 @@ impl Plan {
              experts={} backbone={} overlap={} skew={} a={:.5} b={:.5}",
             shape.name,
             spec.n_layers(),
-            expert_encoding(settings),
+            encoding,
             settings.backbone,
             routing.overlap,
             routing.skew,
@@ -285,15 +331,15 @@ impl Plan {
         let backbone = BackboneLayout::new(&spec, settings, tensors)?;
         let files = entries(backbone.file_len, 0, text.as_ref());
         let manifest = Manifest { spec: spec.clone(), source: provenance.clone(), files };
-        let encoding = expert_encoding(settings);
         let experts = ExpertFile::plan_shared(manifest, |_| [encoding; 3], unique_layers)?;
         Ok(Self {
             settings: settings.clone(),
+            encoding,
             seed: *seed,
             provenance,
             spec,
             mixture,
-            router,
+            predicted,
             unique_layers,
             experts,
             backbone,
@@ -314,12 +360,12 @@ impl Plan {
             outcome,
             spec: self.spec.clone(),
             unique_layers: self.unique_layers,
-            expert_encoding: expert_encoding(&self.settings).to_string(),
+            expert_encoding: self.encoding.to_string(),
             bytes: self.bytes(),
             backbone_bytes: self.backbone.file_len,
             token_expert_bytes: records * self.spec.moe.top_k as u64,
             token_backbone_bytes: read.map(|t| t.len).sum(),
-            predicted: self.router.predict(self.mixture, TOKENS),
+            predicted: self.predicted,
         }
     }
 
@@ -506,11 +552,6 @@ fn entries(backbone_len: u64, backbone_crc: u32, text: Option<&Text>) -> Vec<Fil
         side.map(|(name, bytes)| FileEntry::new(name, bytes.len() as u64, smoe_format::crc::crc32c(bytes))),
     );
     entries
-}
-
-/// The encoding of the experts.
-fn expert_encoding(settings: &Settings) -> Encoding {
-    settings.encoding(Role::Expert { layer: 0, projection: Projection::Gate }, Encoding::Bf16)
 }
 
 /// The parts that the rows of the embedding share.

@@ -382,6 +382,14 @@ fn a_width_or_a_part_says_how_much_of_a_head_is_rotated() {
 }
 
 #[test]
+fn kimi_is_deepseeks_architecture_by_another_name() {
+    let mut config = deepseek("deepseek_v3");
+    let (theirs, _) = read(&config);
+    config["model_type"] = json!("kimi_k2");
+    assert_eq!(read(&config).0, ModelSpec { model_type: "kimi_k2".to_owned(), ..theirs });
+}
+
+#[test]
 fn groups_count_where_they_limit() {
     let (v2, v3) = (deepseek("deepseek_v2"), deepseek("deepseek_v3"));
     let groups = |config: &Value| read(config).0.moe.groups;

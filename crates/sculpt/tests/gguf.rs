@@ -279,6 +279,48 @@ fn projections_of_unlike_types_stand_in_one_record() {
     });
 }
 
+/// Queries, keys and values in one type, gates in another: llama.cpp has them apart, checkpoints joined.
+#[test]
+fn what_is_joined_may_be_of_unlike_types() {
+    let dir = tempfile::tempdir().unwrap();
+    let checkpoint = fixtures::fixture("qwen3_next").unwrap();
+    let (config, tensors) = writer::load(&checkpoint);
+    let mut file = writer::of_checkpoint(&config, &tensors, false);
+    let (mut random, mut meant) = (Random(5), BTreeMap::new());
+    for (name, shape, ty, bytes) in &mut file.tensors {
+        if name.ends_with("attn_gate.weight") {
+            let values;
+            (*bytes, values) = blocks("Q8_0", shape.iter().product(), &mut random);
+            *ty = 8;
+            meant.insert(name.clone(), values);
+        }
+    }
+    let path = dir.path().join("m.gguf");
+    file.write(&path);
+    let (plain, unlike) = (dir.path().join("plain"), dir.path().join("unlike"));
+    let raw = settings(16, BackboneBits::Bf16);
+    run(&checkpoint, &plain, &raw).unwrap();
+    run(&path, &unlike, &raw).unwrap();
+    assert_whole(&unlike);
+    let (plain, unlike) = (Vault::open(&plain), Vault::open(&unlike));
+    let spec = &unlike.experts.manifest().unwrap().spec;
+    let values = |vault: &Vault, layer: usize, part: LayerPart| {
+        let tensor = BackboneTensor::Layer(layer as u32, part);
+        let ((encoding, bytes), (rows, cols)) =
+            (vault.backbone_tensor(&tensor.to_string()), tensor.shape(spec));
+        decoded(encoding, bytes, cols, rows * cols)
+    };
+    let layers: Vec<usize> = spec.delta_layers().collect();
+    assert_eq!(layers.len(), meant.len());
+    for layer in layers {
+        let gate = &meant[&format!("blk.{layer}.attn_gate.weight")];
+        assert!(values(&unlike, layer, LayerPart::OGate) == *gate, "layer {layer}");
+        for part in [LayerPart::Q, LayerPart::K, LayerPart::V] {
+            assert!(values(&unlike, layer, part) == values(&plain, layer, part), "layer {layer} {part:?}");
+        }
+    }
+}
+
 /// A block of MXFP4 whose power of two is no f16: coded with an error, and refused where none is allowed.
 #[test]
 fn powers_of_mxfp4_that_no_f16_has_are_told() {
@@ -801,19 +843,16 @@ fn the_tokenizer_and_the_template_come_out_of_the_metadata() {
     assert!(!out.join("chat_template.jinja").exists());
 }
 
-#[test]
-fn pieces_with_scores_become_pairs() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("m.gguf");
+/// A file whose tokens are bytes and these pieces, the first of which have the highest scores.
+fn scored(pieces: &[&str]) -> Gguf {
     let mut file = small();
     file.meta.retain(|(key, _)| !key.starts_with("tokenizer"));
     let mut texts: Vec<String> = ["<unk>", "<s>", "</s>"].map(str::to_owned).to_vec();
     let mut kinds = vec![2, 3, 3];
     texts.extend((0..=255).map(|byte| format!("<0x{byte:02X}>")));
     kinds.extend([6; 256]);
-    let pieces = ["ab", "bc", "▁abc", "abc", "▁", "a", "b", "c"];
-    texts.extend(pieces.map(str::to_owned));
-    kinds.extend([1; 8]);
+    texts.extend(pieces.iter().map(|piece| (*piece).to_owned()));
+    kinds.resize(texts.len(), 1);
     let scores = (0..texts.len()).map(|id| if id < 259 { 0.0 } else { 259.0 - id as f32 }).collect();
     file.set("tokenizer.ggml.model", Meta::str("llama"));
     file.set("tokenizer.ggml.tokens", Meta::Strs(texts));
@@ -821,7 +860,14 @@ fn pieces_with_scores_become_pairs() {
     file.set("tokenizer.ggml.scores", Meta::F32s(scores));
     file.set("tokenizer.ggml.bos_token_id", Meta::U32(1));
     file.set("tokenizer.ggml.eos_token_id", Meta::U32(2));
-    file.write(&path);
+    file
+}
+
+#[test]
+fn pieces_with_scores_become_pairs() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("m.gguf");
+    scored(&["ab", "bc", "▁abc", "abc", "▁", "a", "b", "c"]).write(&path);
     let out = dir.path().join("v");
     run(&path, &out, &Settings::default()).unwrap();
     let tokenizer = tokenizers::Tokenizer::from_file(out.join("tokenizer.json")).unwrap();
@@ -830,4 +876,20 @@ fn pieces_with_scores_become_pairs() {
     assert_eq!(ids("abc bc"), [1, 261, 263, 260]);
     assert_eq!(ids("a\n"), [1, 263, 264, 3 + 10]);
     assert_eq!(tokenizer.decode(&ids("abc bc\n"), true).unwrap(), "abc bc\n");
+}
+
+/// Where a long token can be cut is tried at every character, so that there is a bound: 1 KiB.
+#[test]
+fn pieces_are_put_together_up_to_a_kibibyte() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("m.gguf");
+    let (half, more) = ("a".repeat(512), "b".repeat(513));
+    let (longest, longer) = (half.clone() + &more[1..], half.clone() + &more);
+    scored(&[&longest, &longer, &half, &more, &more[1..]]).write(&path);
+    let out = dir.path().join("v");
+    run(&path, &out, &Settings::default()).unwrap();
+    let json = read_json(&out.join("tokenizer.json"));
+    assert!(json["model"]["vocab"].get(&longer).is_some());
+    let merges = json["model"]["merges"].as_array().unwrap();
+    assert_eq!(merges, &[json!(format!("{half} {}", &more[1..]))]);
 }

@@ -8,8 +8,9 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use serde_json::json;
-use smoe_format::{BackboneTensor, ExpertFile, file_name};
-use smoe_sculpt::synth::RoutingStats;
+use smoe_format::spec::{GroupScore, GroupSpec};
+use smoe_format::{BackboneTensor, ExpertFile, Table, file_name};
+use smoe_sculpt::synth::{Required, RoutingStats};
 use smoe_sculpt::{
     BackboneBits, Damage, Outcome, Progress, SculptError, Settings, Shape, SynthOptions, Synthesis,
     Synthetic, read_head, synth, verify,
@@ -126,6 +127,32 @@ fn weights_have_the_deviation_that_keeps_activations_tame() {
         near(deviation[1], 0.11785);
         near(deviation[2], 0.009_317);
     }
+}
+
+#[test]
+fn experts_may_be_mxfp4_whatever_the_settings_say() {
+    let dir = TempDir::new().unwrap();
+    let shape = shape(dir.path());
+    let vault = dir.path().join("v");
+    let options = SynthOptions { mxfp4: true, ..options(8, BackboneBits::Q4) };
+    let made = make(&shape, &vault, &options).unwrap();
+    assert_whole(&vault);
+    assert_eq!(made.expert_encoding, "mxfp4/32");
+    let head = read_head(&vault).unwrap();
+    assert!(head.layers.iter().flat_map(|l| &l.tensors).all(|t| t.encoding == Table::MXFP4.into()));
+    assert!(head.manifest().unwrap().source.settings.contains(" experts=mxfp4/32 "));
+    // Gate: columns of 72 are in groups of 32, 32 and 8. Deviation 1 / sqrt(72).
+    let [experts, _] = data(&vault);
+    let (record, t) = (&head.records[0], &head.layers[0].tensors[0]);
+    let bytes = &experts[record.offset as usize + t.offset..][..t.len];
+    let mut squares = 0.0;
+    let mut row = vec![0.0; t.cols];
+    for r in 0..t.rows {
+        t.encoding.decode_row(bytes, t.cols, r, &mut row);
+        squares += row.iter().map(|&w| f64::from(w).powi(2)).sum::<f64>();
+    }
+    let deviation = (squares / (t.rows * t.cols) as f64).sqrt();
+    assert!((0.95..1.05).contains(&(deviation / 0.11785)), "{deviation}");
 }
 
 #[test]
@@ -282,6 +309,39 @@ fn statistics_out_of_reach_are_made_as_near_as_they_can_be() {
     // Skew alone gives more overlap than is asked for.
     let skewed = made("skewed", 0.1, 0.3);
     assert!((skewed.skew - 0.3).abs() < 0.03 && skewed.overlap > 0.5, "{skewed:?}");
+}
+
+#[test]
+fn statistics_that_have_to_be_met_are_refused_where_they_cannot_be() {
+    let dir = TempDir::new().unwrap();
+    let mut shape = shape(dir.path());
+    let refused = |shape: &Shape, overlap, skew, required| {
+        let options = SynthOptions {
+            routing: RoutingStats { overlap, skew },
+            required,
+            ..options(2, BackboneBits::Q4)
+        };
+        match make(shape, &dir.path().join("v"), &options) {
+            Err(SculptError::Setting { flag, expected, .. }) => Some((flag, expected)),
+            Ok(_) => None,
+            other => panic!("{other:?}"),
+        }
+    };
+    let [overlap, skew] = [(true, false), (false, true)].map(|(overlap, skew)| Required { overlap, skew });
+    let (flag, expected) = refused(&shape, 0.1, 0.3, overlap).unwrap();
+    assert!(flag == "--overlap" && expected.contains("with a skew of 0.3 the nearest is 0."), "{expected}");
+    assert_eq!(refused(&shape, 1.0, 1.0, skew).unwrap().0, "--skew");
+    assert_eq!(entries(dir.path()), ["config.json"]);
+    // One group of two holds all of a token's experts, so no tenth of all has more than its share of them.
+    let moe = &mut shape.spec.moe;
+    (moe.n_experts, moe.top_k, moe.groups) =
+        (8, 4, Some(GroupSpec { n: 2, top: 1, score: GroupScore::Best }));
+    assert_eq!(
+        refused(&shape, 0.1, 0.1, overlap).unwrap().0,
+        "--overlap",
+        "half of the tokens have the same four"
+    );
+    assert_eq!(refused(&shape, 0.55, 0.1, overlap), None);
 }
 
 #[test]

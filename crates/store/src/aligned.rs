@@ -239,6 +239,21 @@ mod tests {
         }
     }
 
+    /// What a plan counts for buffers of records that are decoded.
+    #[test]
+    fn buffers_side_by_side_take_whole_huge_pages_once_they_fill_one() {
+        let bytes = crate::staging_bytes;
+        assert_eq!(bytes(0, 5), 0);
+        assert_eq!(bytes(3, PAGE as u64 + 1), 6 * PAGE as u64, "pages");
+        assert_eq!(bytes(2, 1 << 20), 2 << 20);
+        assert_eq!(bytes(2, (1 << 20) + 1), 4 << 20);
+        // Five times 608 KiB are 2.97 MiB.
+        assert_eq!(bytes(5, 600 << 10), 4 << 20);
+        assert_eq!(bytes(2, u64::MAX), u64::MAX, "no such memory");
+        let all = AlignedBuf::zeroed_side_by_side(5, 600 << 10).unwrap();
+        assert_eq!(all[0].as_ptr().addr() % HUGE_PAGE, 0);
+    }
+
     #[test]
     fn an_absurd_size_is_an_error() {
         for len in [usize::MAX, usize::MAX / 2, 1 << 60] {

@@ -266,16 +266,35 @@ impl BlockFile {
     /// [`BlockFileError::PayloadLength`], [`BlockFileError::NoteTooLong`], and [`BlockFileError::Full`] for
     /// the continuation of a chain that fills the whole file.
     pub fn put(&mut self, meta: BlockMeta, payload: &[u8]) -> Result<bool, BlockFileError> {
-        self.check_length(payload)?;
-        if meta.note.len() > NOTE_BYTES_MAX {
-            return Err(BlockFileError::NoteTooLong { found: meta.note.len() });
-        }
+        self.check(&meta, payload)?;
         self.settle();
-        if self.index.touch(meta.key) {
-            return Ok(true);
+        if self.index.touch(meta.key) { Ok(true) } else { self.write(meta, payload) }
+    }
+
+    /// As [`put`](Self::put), but a block that is held already gets this note and payload, in its place. If that write
+    /// fails, the block is not held any more.
+    ///
+    /// # Errors
+    /// As [`put`](Self::put).
+    pub fn replace(&mut self, meta: BlockMeta, payload: &[u8]) -> Result<bool, BlockFileError> {
+        self.check(&meta, payload)?;
+        self.settle();
+        self.write(meta, payload)
+    }
+
+    fn check(&self, meta: &BlockMeta, payload: &[u8]) -> Result<(), BlockFileError> {
+        self.check_length(payload)?;
+        match meta.note.len() {
+            found if found > NOTE_BYTES_MAX => Err(BlockFileError::NoteTooLong { found }),
+            _ => Ok(()),
         }
+    }
+
+    /// Into the place that a block of this key has, or another.
+    fn write(&mut self, meta: BlockMeta, payload: &[u8]) -> Result<bool, BlockFileError> {
         let Some(mut buffer) = self.idle.pop() else { return Ok(false) };
-        let (slot, evicted) = match self.index.claim(meta.parent) {
+        let claim = self.index.reclaim(meta.key).unwrap_or_else(|| self.index.claim(meta.parent));
+        let (slot, evicted) = match claim {
             Claim::Slot { slot, evicted } => (slot, evicted),
             refused => {
                 self.idle.push(buffer);

@@ -253,6 +253,54 @@ fn calls_in_tags() {
     }
 }
 
+/// A call of `now` with one parameter, `any`, in each format with tags.
+fn tagged(format: ToolFormat, value: &str) -> String {
+    let (before, after) = match format {
+        ToolFormat::Qwen3Coder => {
+            ("<tool_call>\n<function=now>\n<parameter=any>\n", "\n</parameter>\n</function>\n</tool_call>")
+        }
+        ToolFormat::Glm => {
+            ("<tool_call>now\n<arg_key>any</arg_key>\n<arg_value>", "</arg_value>\n</tool_call>")
+        }
+        ToolFormat::MiniMax => (
+            "<minimax:tool_call>\n<invoke name=\"now\">\n<parameter name=\"any\">",
+            "</parameter>\n</invoke>\n</minimax:tool_call>",
+        ),
+        ToolFormat::Dsml => (
+            "<｜DSML｜function_calls>\n<｜DSML｜invoke name=\"now\">\n<｜DSML｜parameter name=\"any\" string=\"false\">",
+            "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+        ),
+        _ => panic!("{format:?} has no tags"),
+    };
+    format!("{before}{value}{after}")
+}
+
+const TAGGED: [ToolFormat; 4] =
+    [ToolFormat::Qwen3Coder, ToolFormat::Glm, ToolFormat::MiniMax, ToolFormat::Dsml];
+
+#[test]
+fn strings_of_json_between_tags_may_have_markers() {
+    let value = r#"{"a": ["</parameter></function> </tool_call>", "</arg_value> \"</invoke>"], "</minimax:tool_call>":
+ "</｜DSML｜parameter> </｜DSML｜invoke> </｜DSML｜function_calls>"}"#;
+    for format in TAGGED {
+        let arguments = format!("{{\"any\": {value}}}");
+        assert_eq!(events(format, &tagged(format, value)), call(0, "now", None, &arguments), "{format:?}");
+    }
+}
+
+#[test]
+fn json_that_never_closes_its_string_ends_with_its_line() {
+    for format in TAGGED {
+        let found = events(format, &(tagged(format, r#"{"a": "b}"#) + "So."));
+        let [ToolBegin { .. }, ToolArguments { fragment, .. }, ToolEnd { .. }, Text(so)] = &found[..] else {
+            panic!("{format:?}: {found:?}");
+        };
+        let arguments: Json = serde_json::from_str(fragment).unwrap();
+        assert!(arguments["any"].as_str().unwrap().starts_with(r#"{"a": "b}"#), "{format:?}: {fragment}");
+        assert_eq!(so, "So.", "{format:?}");
+    }
+}
+
 #[test]
 fn several_calls_between_two_markers() {
     let minimax = "I look.\n<minimax:tool_call>\n<invoke name=\"weather\">\n<parameter name=\"city\"> Rome\n is \"it\"\

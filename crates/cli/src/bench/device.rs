@@ -5,7 +5,8 @@
 //! and written). Steps are handed over without waiting, so that the host records one while the device does the
 //! one before; what one step takes is subtracted from what several take, and with it the cost of handing over
 //! and waiting. A dispatch that waits for another is recorded before it is handed over: the host takes as long to record one. Medians of seven. `of_bound` holds each against the bytes at the speed of a copy, and what a dispatch costs
-//! that is of another kernel than the last and waits for it, as those of a token do.
+//! that is of another kernel than the last and waits for it, as those of a token do. Products of many tokens have `tmac_s` in its place, 10^12
+//! multiply-adds a second: what they are bound by.
 
 use std::time::{Duration, Instant};
 
@@ -27,6 +28,11 @@ use crate::progress;
 /// Bytes of the weights that dispatches take turns with.
 const COLD: u64 = 1_800_000_000;
 const RUNS: usize = 7;
+/// Dispatches of a step, of a few tokens and of more.
+const DISPATCHES: usize = 100;
+const PROMPT_DISPATCHES: usize = 10;
+/// Tokens that are few.
+const FEW: usize = 8;
 /// For how long small dispatches go before anything counts: at first they took 2.6 us on an H200, after 0.7 s 2.1 (EXP-GPU-08).
 const WARM_UP: Duration = Duration::from_secs(2);
 /// What the others are held against.
@@ -69,15 +75,19 @@ pub fn kernels(choice: &DeviceChoice) -> Result<Record, Failure> {
         };
         record.set(
             &name,
-            if figure.bytes == 0 {
-                json!({ "us": rounded(figure.us()) })
-            } else {
-                json!({
+            match (figure.bytes, figure.macs) {
+                (0, _) => json!({ "us": rounded(figure.us()) }),
+                (_, Some(macs)) => json!({
+                    "us": rounded(figure.us()),
+                    "gb_s": rounded(figure.rate() / 1e9),
+                    "tmac_s": rounded(macs / figure.seconds / 1e12),
+                }),
+                _ => json!({
                     "us": rounded(figure.us()),
                     "gb_s": rounded(figure.rate() / 1e9),
                     "of_copy": rounded(figure.rate() / copy),
                     "of_bound": rounded((figure.bytes as f64 / copy + dispatch) / figure.seconds),
-                })
+                }),
             },
         );
     }
@@ -90,6 +100,8 @@ struct Figure {
     tokens: usize,
     seconds: f64,
     bytes: u64,
+    /// Multiply-adds, where those are what it is held against.
+    macs: Option<f64>,
 }
 
 impl Figure {
@@ -112,6 +124,17 @@ struct Experts {
     encoding: Encoding,
     /// They have biases, and a clamped activation.
     is_gpt_oss: bool,
+}
+
+/// Whose experts they are.
+#[derive(Clone, Copy)]
+enum Of {
+    /// The same of all tokens.
+    All,
+    /// Each token's own.
+    Each,
+    /// So many in all, each of as many tokens as the next.
+    Many(usize),
 }
 
 struct Bench {
@@ -159,7 +182,7 @@ impl Bench {
         self.copies()?;
         self.quantise()?;
         let scale = if self.small { 16 } else { 1 };
-        for shape in [
+        let shapes = [
             Experts { name: "235b", d: 4096, ff: 1536, top_k: 8, encoding: q(4), is_gpt_oss: false },
             Experts { name: "30b", d: 2048, ff: 768, top_k: 8, encoding: q(4), is_gpt_oss: false },
             Experts {
@@ -170,10 +193,11 @@ impl Bench {
                 encoding: Table::MXFP4.into(),
                 is_gpt_oss: true,
             },
-        ] {
-            let shape = Experts { d: shape.d / scale, ff: shape.ff / scale, ..shape };
-            for (tokens, shared) in [(1, false), (8, true), (8, false)] {
-                self.experts(&shape, tokens, shared)?;
+        ]
+        .map(|shape| Experts { d: shape.d / scale, ff: shape.ff / scale, ..shape });
+        for shape in &shapes {
+            for (tokens, of) in [(1, Of::Each), (8, Of::All), (8, Of::Each)] {
+                self.experts(shape, tokens, of)?;
             }
         }
         // Of a token of the 30B's.
@@ -189,6 +213,7 @@ impl Bench {
             self.float("head 151936 x 4096 bf16", (151_936 / scale, 4096 / scale), tokens)?;
             self.float("router 128 x 4096 bf16", (128, 4096), tokens)?;
         }
+        self.prompts(scale, &shapes)?;
         for (name, heads) in [("v2-lite", 16 / scale), ("v3", 128 / scale)] {
             for (visible, tokens) in [(128, 1), (1024, 1), (8192, 1), (1024, 64)] {
                 self.latent(name, heads, visible / scale, usize::div_ceil(tokens, scale))?;
@@ -200,9 +225,29 @@ impl Bench {
         Ok(self.figures)
     }
 
+    /// Products of a prompt's tokens.
+    fn prompts(&mut self, scale: usize, [_, b30, gpt_oss]: &[Experts; 3]) -> Result<(), GpuError> {
+        for (what, rows, cols, encoding) in [
+            ("qkv 5120 x 2048 q8", 5120, 2048, q(8)),
+            ("o 2048 x 4096 q8", 2048, 4096, q(8)),
+            ("matmul 24576 x 4096 q4", 24_576, 4096, q(4)),
+        ] {
+            for tokens in [64, 512] {
+                self.coded(what, (rows / scale, cols / scale), encoding, tokens / scale.min(2))?;
+            }
+        }
+        self.experts(b30, 512, Of::Many(128))?;
+        self.experts(b30, 2048, Of::Many(128))?;
+        self.experts(gpt_oss, 512, Of::Many(32))
+    }
+
     /// Seconds of one of the dispatches that `record` records, given its number.
     fn time(&self, record: &dyn Fn(&mut Step, usize)) -> Result<f64, GpuError> {
-        let dispatches = if self.small { 4 } else { 100 };
+        self.time_of(if self.small { 4 } else { DISPATCHES }, record)
+    }
+
+    /// The same, of so many dispatches a step.
+    fn time_of(&self, dispatches: usize, record: &dyn Fn(&mut Step, usize)) -> Result<f64, GpuError> {
         let steps = |n: usize| {
             let start = Instant::now();
             let mut last = None;
@@ -249,7 +294,23 @@ impl Bench {
     }
 
     fn tell(&mut self, what: &str, tokens: usize, seconds: f64, bytes: u64) {
-        self.figures.push(Figure { what: what.to_owned(), tokens, seconds, bytes });
+        self.figures.push(Figure { what: what.to_owned(), tokens, seconds, bytes, macs: None });
+    }
+
+    /// Times a product of so many tokens with `bytes` of weights, and so many multiply-adds, and tells.
+    fn product(
+        &mut self,
+        what: &str,
+        tokens: usize,
+        (bytes, macs): (u64, f64),
+        record: &dyn Fn(&mut Step, usize),
+    ) -> Result<(), GpuError> {
+        // A dispatch of many takes as long as many of a few.
+        let (dispatches, macs) =
+            if tokens > FEW { (PROMPT_DISPATCHES, Some(macs)) } else { (DISPATCHES, None) };
+        let seconds = self.time_of(if self.small { 4 } else { dispatches }, record)?;
+        self.figures.push(Figure { what: what.to_owned(), tokens, seconds, bytes, macs });
+        Ok(())
     }
 
     /// What it costs to hand a step over and wait for it, and to dispatch a kernel that does nothing.
@@ -367,9 +428,8 @@ impl Bench {
             CodedMatmul::new(&self.gpu, &weights, &x, &out)
         };
         let products = copies.iter().map(product).collect::<Result<Vec<_>, _>>()?;
-        let seconds = self.time(&|step, i| products[i % products.len()].record(step, tokens))?;
-        self.tell(what, tokens, seconds, bytes.len() as u64);
-        Ok(())
+        let work = (bytes.len() as u64, (tokens * rows * cols) as f64);
+        self.product(what, tokens, work, &|step, i| products[i % products.len()].record(step, tokens))
     }
 
     fn float(&mut self, what: &str, (rows, cols): (usize, usize), tokens: usize) -> Result<(), GpuError> {
@@ -450,8 +510,7 @@ impl Bench {
         Ok(())
     }
 
-    /// A token's experts: the same for all tokens, or each token its own.
-    fn experts(&mut self, shape: &Experts, tokens: usize, shared: bool) -> Result<(), GpuError> {
+    fn experts(&mut self, shape: &Experts, tokens: usize, of: Of) -> Result<(), GpuError> {
         let &Experts { name, d, ff, top_k, encoding, is_gpt_oss } = shape;
         let mut offset = 0;
         let tensors = [(ff, d), (ff, d), (d, ff)].map(|(rows, cols)| {
@@ -461,12 +520,16 @@ impl Bench {
             entry
         });
         let record = offset.next_multiple_of(16 << 10);
-        let experts = if shared { top_k } else { top_k * tokens };
+        let experts = match of {
+            Of::All => top_k,
+            Of::Each => top_k * tokens,
+            Of::Many(experts) => experts,
+        };
         let lists = (self.cold as usize / record / experts).max(1);
-        let table = LayerTable { layer: 0, n_experts: (lists * experts) as u32, record_len: record, tensors };
+        let table = LayerTable { layer: 0, n_experts: experts as u32, record_len: record, tensors };
         let mut layout = ExpertLayout::new(&table, record as u64);
         if is_gpt_oss {
-            let biases = self.gpu.buffer("biases", (4 * lists * experts * (2 * ff + d)) as u64)?;
+            let biases = self.gpu.buffer("biases", (4 * experts * (2 * ff + d)) as u64)?;
             layout = layout.activated(Activation::ClampedSwiglu { alpha: 1.702, limit: 7.0 }).biased(biases);
         }
         let slots = self.slots(&tensors, record, lists * experts)?;
@@ -478,31 +541,32 @@ impl Bench {
         let y = self.gpu.buffer("y", (4 * pairs * d) as u64)?;
         let list = |l: usize| {
             let list = WorkList::new(&self.gpu, &layout, tokens, top_k)?;
-            let of = |e: usize| -> Vec<u32> {
-                if shared { (0..tokens).map(|t| (t * top_k + e) as u32).collect() } else { vec![e as u32] }
-            };
+            // Pairs take turns with the experts.
+            let of = |e: usize| -> Vec<u32> { (e as u32..pairs as u32).step_by(experts).collect() };
             let all: Vec<(u32, u32, Vec<u32>)> =
                 (0..experts).map(|e| ((l * experts + e) as u32, e as u32, of(e))).collect();
             let entries: Vec<_> = all.iter().map(|(slot, e, pairs)| (*slot, *e, &pairs[..])).collect();
-            list.write(&self.gpu, &entries);
+            list.write(&self.gpu, tokens, &entries);
             Ok(list)
         };
         let lists = (0..lists).map(list).collect::<Result<Vec<_>, GpuError>>()?;
-        let bytes = (experts * tensors[0].len) as u64;
-        let how = match (tokens, shared) {
+        let work = |matrices: u64| {
+            let bytes = matrices * (experts * tensors[0].len) as u64;
+            (bytes, (matrices as usize * pairs * ff * d) as f64)
+        };
+        let how = match (tokens, of) {
             (1, _) => format!("{top_k} experts"),
-            (_, true) => format!("{top_k} experts, shared"),
-            (_, false) => format!("{experts} experts"),
+            (_, Of::All) => format!("{top_k} experts, shared"),
+            _ => format!("{experts} experts"),
         };
         let gate_up = |list| GateUp::new(&self.gpu, &layout, &slots, list, &input, &hidden);
         let gate_ups = lists.iter().map(gate_up).collect::<Result<Vec<_>, _>>()?;
-        let seconds = self.time(&|step, i| gate_ups[i % gate_ups.len()].record(step, tokens))?;
-        self.tell(&format!("{name} gate and up, {how}"), tokens, seconds, 2 * bytes);
+        let record = |step: &mut Step, i: usize| gate_ups[i % gate_ups.len()].record(step, tokens);
+        self.product(&format!("{name} gate and up, {how}"), tokens, work(2), &record)?;
         let down = |list| Down::new(&self.gpu, &layout, &slots, list, &hidden, &y);
         let downs = lists.iter().map(down).collect::<Result<Vec<_>, _>>()?;
-        let seconds = self.time(&|step, i| downs[i % downs.len()].record(step, tokens))?;
-        self.tell(&format!("{name} down, {how}"), tokens, seconds, bytes);
-        Ok(())
+        let record = |step: &mut Step, i: usize| downs[i % downs.len()].record(step, tokens);
+        self.product(&format!("{name} down, {how}"), tokens, work(1), &record)
     }
 
     /// Slots of one expert's weights, over and over.

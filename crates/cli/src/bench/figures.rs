@@ -15,13 +15,13 @@ use std::time::Duration;
 use serde_json::{Map, Value, json};
 use smoe_engine::ceiling::{self, DiskCeiling};
 use smoe_engine::forecast::{Forecast, Touched};
-use smoe_engine::{DirectIo, Engine, KernelCost, OpenMode, TokenCosts, Vault};
+use smoe_engine::{DirectIo, Engine, KernelCost, LookAheadReport, OpenMode, TokenCosts, Vault};
 use smoe_meter::{Phase, StoreSnapshot};
 use smoe_store::FileDisk;
 
 use super::machine;
 use super::record::{Record, median, rounded};
-use super::runs::{Bench, DECODE, Run, Stretch};
+use super::runs::{Bench, DECODE, KernelProfile, Run, Stretch};
 use crate::failure::Failure;
 
 /// For how long the disk is read at each depth.
@@ -249,6 +249,7 @@ pub fn record(vault: &Vault, bench: &Bench, ceilings: &Ceilings, facts: &Facts) 
     record.spread("hit_rate", short.iter().filter_map(|s| s.store.hit_rate()));
     record.spread("ahead_hits_per_token", per_token(|s| s.store.ahead_hits));
     record.spread("ahead_waste_per_token", per_token(|s| s.store.ahead_waste));
+    look_ahead(&mut record, &bench.engine.look_ahead());
     record.spread("evictions_per_token", per_token(|s| s.store.evictions));
     if bench.engine.device_tier().is_some() {
         record.spread("device_hit_rate", short.iter().filter_map(|s| s.tier.hit_rate()));
@@ -314,13 +315,24 @@ pub fn record(vault: &Vault, bench: &Bench, ceilings: &Ceilings, facts: &Facts) 
     record
 }
 
-/// What the device's kernels take of a decoded token, by its own clock: microseconds, and runs.
-pub fn device_kernels(record: &mut Record, kernels: Vec<(String, f64, f64)>) {
-    let all: f64 = kernels.iter().map(|kernel| kernel.1).sum();
-    let list: Map<String, Value> =
-        kernels.into_iter().map(|(name, us, runs)| (name, json!([rounded(us), rounded(runs)]))).collect();
-    record.set("device_kernels_us", rounded(all));
-    record.set("device_kernels_us_and_runs", list);
+/// Whether the next layer is read ahead, how far, and how often rightly.
+fn look_ahead(record: &mut Record, report: &LookAheadReport) {
+    record.set("look_ahead", report.told.map_or_else(|| json!("auto"), |ranks| json!(ranks)));
+    record.set("look_ahead_ranks", rounded(report.ranks));
+    record.set("look_ahead_right_share", report.right.map(rounded));
+    let by_rank = report.right_by_rank.iter().map(|share| json!(share.map(rounded)));
+    record.set("look_ahead_right_share_by_rank", by_rank.collect::<Vec<Value>>());
+}
+
+/// What the device's kernels take of a decoded token, and of a prompt of 512, by its own clock: microseconds, and runs.
+pub fn device_kernels(record: &mut Record, profiles: [KernelProfile; 2]) {
+    for (kernels, what) in profiles.into_iter().zip(["device", "device_prefill_512"]) {
+        let all: f64 = kernels.iter().map(|kernel| kernel.1).sum();
+        let list: Map<String, Value> =
+            kernels.into_iter().map(|(name, us, runs)| (name, json!([rounded(us), rounded(runs)]))).collect();
+        record.set(&format!("{what}_kernels_us"), rounded(all));
+        record.set(&format!("{what}_kernels_us_and_runs"), list);
+    }
 }
 
 /// A figure of each run's decoding against what the machine could do around it.
@@ -373,4 +385,27 @@ fn buckets(stretches: &[Stretch]) -> Map<String, Value> {
         (phase.name().to_owned(), json!(rounded(median(&ms))))
     };
     Phase::ALL.into_iter().map(of).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_record_says_how_far_layers_are_read_ahead_and_how_rightly() {
+        let of = |report: LookAheadReport| {
+            let mut record = Record::default();
+            look_ahead(&mut record, &report);
+            serde_json::from_str::<Value>(&record.to_json().expect("JSON")).expect("JSON")
+        };
+        let right_by_rank = vec![Some(0.96), Some(0.875), None];
+        let auto = of(LookAheadReport { told: None, ranks: 1.5, right: Some(0.9), right_by_rank });
+        let expected = json!({
+            "look_ahead": "auto", "look_ahead_ranks": 1.5, "look_ahead_right_share": 0.9,
+            "look_ahead_right_share_by_rank": [0.96, 0.875, null],
+        });
+        assert_eq!(auto, expected);
+        let off = of(LookAheadReport { told: Some(0), ranks: 0.0, right: None, right_by_rank: Vec::new() });
+        assert_eq!((&off["look_ahead"], &off["look_ahead_right_share"]), (&json!(0), &Value::Null));
+    }
 }

@@ -26,6 +26,9 @@ const WAKE_TOKENS: usize = 8;
 /// Lengths of the prefills.
 pub const PREFILLS: [usize; 3] = [64, 512, 2048];
 
+/// Kernels by name: microseconds, runs.
+pub type KernelProfile = Vec<(String, f64, f64)>;
+
 /// A stretch of work, measured.
 #[derive(Clone, Copy, Debug)]
 pub struct Stretch {
@@ -176,22 +179,36 @@ impl Bench {
         Ok(())
     }
 
-    /// Times the device's kernels over a few decoded tokens: name, microseconds a token, runs a token.
-    pub fn profile(&mut self) -> Result<Vec<(String, f64, f64)>, Failure> {
+    /// Times the device's kernels, by name: of a few decoded tokens, for each of them, and of a whole prompt of 512 tokens.
+    pub fn profile(&mut self) -> Result<[KernelProfile; 2], Failure> {
         const TOKENS: usize = 8;
+        let length = PREFILLS[1].min(self.engine.info().plan.context);
         let mut tokens = token_stream(self.engine.spec().vocab_size, self.seed);
-        let prompt: Vec<u32> = tokens.by_ref().take(PROMPT).collect();
-        let answer: Vec<u32> = tokens.take(TOKENS).collect();
+        let mut take = |n: usize| -> Vec<u32> { tokens.by_ref().take(n).collect() };
+        let (held, answer, prompt) = (take(PROMPT), take(TOKENS), take(length));
         let mut session = self.engine.open_session()?;
-        sync(&mut self.engine, &mut session, &mut self.sampler, &prompt)?;
+        sync(&mut self.engine, &mut session, &mut self.sampler, &held)?;
+        let decoding =
+            self.profile_of(TOKENS, |engine, sampler| decode(engine, &mut session, sampler, &answer))?;
+        drop(session);
+        let mut session = self.engine.open_session()?;
+        let prompt = self.profile_of(1, |engine, sampler| sync(engine, &mut session, sampler, &prompt))?;
+        Ok([decoding, prompt])
+    }
+
+    /// The device's kernels in some work, each by `share`.
+    fn profile_of(
+        &mut self,
+        share: usize,
+        work: impl FnOnce(&mut Engine, &mut Sampler) -> Result<usize, Failure>,
+    ) -> Result<KernelProfile, Failure> {
         self.engine.profile_device(true);
-        let done = decode(&mut self.engine, &mut session, &mut self.sampler, &answer);
+        let done = work(&mut self.engine, &mut self.sampler);
         let times = self.engine.profile_device(false).unwrap_or_default();
         done?;
-        let per_token = |(name, runs, ns): (String, u64, f64)| {
-            (name, ns / 1e3 / TOKENS as f64, runs as f64 / TOKENS as f64)
-        };
-        Ok(times.kernels.into_iter().map(per_token).collect())
+        let share = share as f64;
+        let of = |(name, runs, ns): (String, u64, f64)| (name, ns / 1e3 / share, runs as f64 / share);
+        Ok(times.kernels.into_iter().map(of).collect())
     }
 
     fn measure(

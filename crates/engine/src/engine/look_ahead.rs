@@ -39,6 +39,20 @@ pub(super) struct LookAhead {
     wanted: Vec<u32>,
 }
 
+/// What reading the next layer ahead has come to.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LookAheadReport {
+    /// Ranks that are read because [`EngineOptions::look_ahead`](crate::EngineOptions::look_ahead) says so, 0 being
+    /// off; `None` if they are those that prove worth it.
+    pub told: Option<usize>,
+    /// Ranks whose experts are read now if they are not there, the mean over MoE layers.
+    pub ranks: f64,
+    /// Share of the ranked experts that were not there and were chosen; `None` before there are scores of some.
+    pub right: Option<f64>,
+    /// `[top_k]`: the same of each rank, the highest first.
+    pub right_by_rank: Vec<Option<f64>>,
+}
+
 /// How often an expert that was not there was chosen.
 #[derive(Clone, Copy, Debug, Default)]
 struct Score {
@@ -129,6 +143,20 @@ impl LookAhead {
                     score.add(is_right);
                 }
             }
+        }
+    }
+
+    /// What is read, and what is known.
+    pub(super) fn report(&self) -> LookAheadReport {
+        let most = self.width.unwrap_or(MOST);
+        let widest = self.width.unwrap_or(0).max(self.top_k);
+        let read = |index| (0..widest).filter(|&rank| self.is_worth_it(index, rank)).count().min(most);
+        let known = |score: &Score| score.known().map(f64::from);
+        LookAheadReport {
+            told: self.width,
+            ranks: (0..self.layers.len()).map(read).sum::<usize>() as f64 / self.layers.len().max(1) as f64,
+            right: known(&self.all),
+            right_by_rank: self.ranks.iter().map(known).collect(),
         }
     }
 
@@ -226,6 +254,21 @@ mod tests {
         score(&mut off, 0, &[6, 7], 100);
         assert!(ranked(&mut off, 0).is_empty() && !off.asks(0, 1, true));
         assert_eq!(ranked(&mut LookAhead::new(Some(100), 1, 8, 2), 0).len(), 8);
+    }
+
+    #[test]
+    fn a_report_says_what_is_read_and_why() {
+        let mut ahead = LookAhead::new(None, 2, 8, 3);
+        let nothing = LookAheadReport { told: None, ranks: 0.0, right: None, right_by_rank: vec![None; 3] };
+        assert_eq!(ahead.report(), nothing);
+        // Two ranks of three are right in one of two layers.
+        score(&mut ahead, 0, &[0, 6, 7], 16);
+        let report = ahead.report();
+        assert_eq!((report.ranks, report.right_by_rank), (1.0, vec![Some(1.0), Some(1.0), Some(0.0)]));
+        assert!((report.right.unwrap_or(0.0) - 2.0 / 3.0).abs() < 1e-3, "{:?}", report.right);
+        let told = |width| LookAhead::new(Some(width), 2, 8, 3).report();
+        assert_eq!((told(0).told, told(0).ranks), (Some(0), 0.0));
+        assert_eq!((told(5).told, told(5).ranks), (Some(5), 5.0));
     }
 
     #[test]

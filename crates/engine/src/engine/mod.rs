@@ -31,6 +31,7 @@ mod sessions;
 mod step;
 
 use look_ahead::LookAhead;
+pub use look_ahead::LookAheadReport;
 pub use open::{POLICY, kernels, plan};
 use open::{READERS, open_store};
 pub use options::{Control, EngineInfo, EngineOptions, Finish, Limits, Meters, Observer};
@@ -243,6 +244,12 @@ impl Engine {
     #[must_use]
     pub fn route_snapshot(&self) -> RouteSnapshot {
         self.watch.meter().snapshot()
+    }
+
+    /// What reading the next layer ahead has come to.
+    #[must_use]
+    pub fn look_ahead(&self) -> LookAheadReport {
+        self.look_ahead.report()
     }
 
     /// The last steps, one by one.

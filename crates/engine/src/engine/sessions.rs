@@ -32,6 +32,7 @@ impl Engine {
             wanted: 0,
             guesses: 0,
             is_answering: false,
+            answer: None,
             likely: false,
             shared: false,
             broken: None,
@@ -190,7 +191,11 @@ impl Engine {
         }
         self.end_step();
         for session in &mut *sessions {
+            let is_prompt = session.queued() > 0 && session.queues_prompt();
             session.tokens.append(&mut session.pending);
+            if is_prompt {
+                session.answer = (session.wanted > 0).then_some(session.tokens.len());
+            }
             // Rows whose logits are wanted, but the last, may be taken back.
             if session.shared && session.broken.is_none() && session.wanted <= 1 {
                 self.kv.commit(session.seq, &session.tokens);
@@ -228,9 +233,14 @@ impl Engine {
         }
         let held = std::mem::take(&mut session.tokens);
         let (queued, wanted) = (std::mem::take(&mut session.pending), session.wanted);
-        let mut chunks = held.chunks(self.plan.chunk);
-        let done = chunks.try_for_each(|chunk| {
-            session.queue(chunk, 0);
+        let (is_answering, guesses) = (session.is_answering, session.guesses);
+        // Where the answer began is a place to go back to, as before.
+        let (prompt, answer) = held.split_at(session.answer.unwrap_or(held.len()).min(held.len()));
+        let most = self.plan.chunk;
+        let of_answer = answer.chunks(most).map(|chunk| (chunk, true));
+        let mut chunks = prompt.chunks(most).map(|chunk| (chunk, false)).chain(of_answer);
+        let done = chunks.try_for_each(|(chunk, is_answer)| {
+            session.queue_again(chunk, is_answer);
             self.place(std::slice::from_ref(session))?;
             self.run_step(control, None)?;
             session.tokens.append(&mut session.pending);
@@ -243,6 +253,7 @@ impl Engine {
             Ok(())
         });
         session.queue(&queued, wanted);
+        (session.is_answering, session.guesses) = (is_answering, guesses);
         match done {
             Ok(()) => session.losses = self.losses,
             // From the beginning, next time.
@@ -320,6 +331,7 @@ impl Engine {
             self.alone = None;
         }
         session.tokens.truncate(len);
+        session.answer = session.answer.filter(|&at| at <= len);
         session.broken = session.broken.filter(|&position| position < len);
     }
 

@@ -25,10 +25,13 @@
 //! read in parts ([`KvCache::adopt_some`]).
 
 mod adopt;
+mod device;
 mod file;
 mod geometry;
 mod pool;
 mod prefix;
+mod room;
+mod share;
 mod spill;
 mod states;
 mod windowed;
@@ -44,7 +47,7 @@ use crate::EngineError;
 use crate::backend::Row;
 pub use geometry::{Geometry, Plane, PlaneGeometry};
 use pool::Pool;
-use prefix::{Key, Node, Tokens, Tree};
+use prefix::{Key, Tree};
 use spill::Spill;
 pub use spill::{Opened, SpillConfig};
 use states::States;
@@ -267,173 +270,6 @@ impl KvCache {
         self.sequences[seq.0 as usize].open = false;
     }
 
-    /// Makes room for positions `from` to `to`, the sequence holding those before `from`.
-    ///
-    /// # Errors
-    /// If there are not enough blocks; nothing is taken then.
-    pub fn reserve(&mut self, seq: SeqId, from: usize, to: usize) -> Result<(), EngineError> {
-        let held = self.sequences[seq.0 as usize].blocks.len();
-        let missing = to.div_ceil(BLOCK).saturating_sub(held);
-        let begun = (to > from && !from.is_multiple_of(BLOCK))
-            .then(|| self.sequences[seq.0 as usize].blocks[from / BLOCK]);
-        // What only this sequence holds is its own again, and nobody else's to find.
-        if let Some(id) = begun.filter(|&id| self.pool.holders(id) == 1) {
-            self.unlink(id);
-            if let Some(states) = &mut self.states {
-                states.write(id, from % BLOCK);
-            }
-        }
-        let shared = begun.is_some_and(|id| self.pool.holders(id) > 1);
-        if missing == 0 && !shared {
-            return Ok(());
-        }
-        let windows = self.windows.as_ref().map_or(usize::MAX, |windows| windows.pool.available());
-        let available = self.available().min(windows);
-        if missing + usize::from(shared) > available {
-            return Err(EngineError::ContextFull { needed: to, context: (held + available) * BLOCK });
-        }
-        if shared {
-            self.part_with(seq, from / BLOCK)?;
-        }
-        for _ in 0..missing {
-            self.extend(seq)?;
-        }
-        Ok(())
-    }
-
-    /// A copy of its own, instead of a block that a sequence shares.
-    fn part_with(&mut self, seq: SeqId, index: usize) -> Result<(), EngineError> {
-        let copy = self.allocate()?;
-        let original = std::mem::replace(&mut self.sequences[seq.0 as usize].blocks[index], copy);
-        self.copy(original, copy);
-        self.release(original);
-        if self.windows.is_some() {
-            let copy = self.allocate_window()?;
-            if let Some(windows) = &mut self.windows {
-                let original = windows.replace(seq, index, copy);
-                windows.copy(original, copy, &mut self.device_copies);
-                windows.let_go(original, true);
-            }
-        }
-        Ok(())
-    }
-
-    /// A block more, of each pool.
-    fn extend(&mut self, seq: SeqId) -> Result<(), EngineError> {
-        let block = self.allocate()?;
-        self.sequences[seq.0 as usize].blocks.push(block);
-        if self.windows.is_some() {
-            let block = self.allocate_window()?;
-            if let Some(windows) = &mut self.windows {
-                windows.push(seq, block);
-            }
-        }
-        Ok(())
-    }
-
-    /// Rolls a sequence back to `len` positions, or to the last one before that it can go back to, and says
-    /// which; blocks beyond are given back. Pages can go back to any, states to snapshots only, windows to where they are
-    /// whole: a few positions, to where the last answer began, and wherever their blocks can still be found.
-    pub fn truncate(&mut self, seq: SeqId, len: usize) -> usize {
-        let blocks = &self.sequences[seq.0 as usize].blocks;
-        let len = match (&mut self.states, &mut self.windows) {
-            (Some(states), _) => states.go_back(seq, blocks, len),
-            (None, Some(windows)) => windows.go_back(seq, blocks, len),
-            (None, None) => len,
-        };
-        self.give_back(seq, len);
-        len
-    }
-
-    /// Gives back what a sequence holds beyond `len` positions.
-    fn give_back(&mut self, seq: SeqId, len: usize) {
-        let keep = len.div_ceil(BLOCK);
-        // The last first: what comes later in a sequence is the older, and gives way first.
-        while self.sequences[seq.0 as usize].blocks.len() > keep
-            && let Some(block) = self.sequences[seq.0 as usize].blocks.pop()
-        {
-            self.release(block);
-        }
-        if let Some(windows) = &mut self.windows {
-            windows.give_back(seq, keep);
-        }
-        self.sequences[seq.0 as usize].keys.truncate(len / BLOCK);
-    }
-
-    /// Blocks that a new sequence could get: free ones, and those that only wait to be found again.
-    #[must_use]
-    pub fn available(&self) -> usize {
-        self.pool.available()
-    }
-
-    /// Lets others find the complete blocks of a sequence that holds `tokens`. A block that is known already gives
-    /// way to the one that others share.
-    pub fn commit(&mut self, seq: SeqId, tokens: &[u32]) {
-        let (known, mut parent) = self.end(seq);
-        for i in known..tokens.len() / BLOCK {
-            let own = &tokens[i * BLOCK..(i + 1) * BLOCK];
-            let id = self.sequences[seq.0 as usize].blocks[i];
-            let key = parent.child(own);
-            match self.tree.child(parent, own) {
-                Some(other) if other != id => {
-                    self.pool.hold(other);
-                    self.sequences[seq.0 as usize].blocks[i] = other;
-                    if let Some(states) = &mut self.states {
-                        states.replace(id, other);
-                    }
-                    if let Some(windows) = &mut self.windows {
-                        windows.agree(seq, i, other);
-                    }
-                    self.release(id);
-                }
-                Some(_) => {}
-                None => {
-                    self.insert(id, Node { key, parent, tokens: Tokens::new(own), saved: false });
-                    self.join(seq, i, id);
-                }
-            }
-            self.sequences[seq.0 as usize].keys.push(key);
-            parent = key;
-        }
-    }
-
-    /// As [`Self::commit`], and the block at the end, which is not complete: for a sequence that ends.
-    pub fn commit_all(&mut self, seq: SeqId, tokens: &[u32]) {
-        self.commit(seq, tokens);
-        if let Some(states) = self.states.as_mut().filter(|states| states.at(seq) == tokens.len()) {
-            states.snapshot(seq, &self.sequences[seq.0 as usize].blocks, false);
-        }
-        let tail = &tokens[tokens.len() / BLOCK * BLOCK..];
-        let Some(&id) = self.sequences[seq.0 as usize].blocks.get(tokens.len() / BLOCK) else { return };
-        let (_, parent) = self.end(seq);
-        let known = self.tree.longest(parent, tail).filter(|(_, len)| *len == tail.len());
-        if let (Some((known, _)), Some(states), false) = (known, &mut self.states, tail.is_empty()) {
-            // That block may never have had a snapshot, or lost it.
-            states.replace(id, known);
-        }
-        // Of a longer one a window's block would lack the last rows.
-        let same =
-            known.filter(|(id, _)| self.tree.node(*id).is_some_and(|node| node.tokens.len() == tail.len()));
-        if let (Some((same, _)), false) = (same, tail.is_empty()) {
-            self.join(seq, tokens.len() / BLOCK, same);
-        }
-        if tail.is_empty() || known.is_some() || self.tree.node(id).is_some() {
-            return;
-        }
-        // A shorter end of the same conversation has had its day.
-        let shorter = self.tree.children(parent).find(|(child, node)| {
-            let is_part = node.tokens.len() < tail.len() && tail.starts_with(&node.tokens);
-            is_part && self.pool.holders(*child) == 0
-        });
-        if let Some((shorter, _)) = shorter {
-            self.unlink(shorter);
-            self.set_free(shorter);
-        }
-        let key = parent.child(tail);
-        self.insert(id, Node { key, parent, tokens: Tokens::new(tail), saved: false });
-        self.join(seq, tokens.len() / BLOCK, id);
-    }
-
     /// A step is about to compute positions `from` to `to` of a sequence, whose blocks are reserved: of its prompt, or
     /// of an answer.
     pub fn expect(&mut self, seq: SeqId, from: usize, to: usize, is_prompt: bool) {
@@ -481,131 +317,6 @@ impl KvCache {
         marks: &mut Vec<DeltaMark>,
     ) -> Option<&mut [f32]> {
         self.states.as_mut().map(|states| states.runs(layer, rows, runs, marks))
-    }
-
-    fn insert(&mut self, id: u32, node: Node) {
-        if let Some(spill) = self.spill.as_mut().filter(|_| !node.saved) {
-            let tree = &self.tree;
-            let is_unsaved =
-                |id, key| tree.node(id).is_some_and(|node: &Node| node.key == key && !node.saved);
-            spill.note_unsaved(id, node.key, self.pool.len(), is_unsaved);
-        }
-        self.tree.insert(id, node);
-    }
-
-    /// A block can be found with a sequence's block of windowed layers.
-    fn join(&mut self, seq: SeqId, index: usize, id: u32) {
-        if let Some(windows) = &mut self.windows {
-            windows.join(windows.table(seq)[index], id);
-        }
-    }
-
-    /// A block can be found no more.
-    fn unlink(&mut self, id: u32) {
-        self.tree.remove(id);
-        if let Some(windows) = &mut self.windows {
-            windows.forget(id);
-        }
-    }
-
-    /// One holder less. Nobody's: free, or cached if it can be found.
-    fn release(&mut self, id: u32) {
-        if self.pool.release(id) && self.tree.node(id).is_none() {
-            self.set_free(id);
-        }
-    }
-
-    fn set_free(&mut self, id: u32) {
-        self.pool.set_free(id);
-        if let Some(states) = &mut self.states {
-            states.forget(id);
-        }
-    }
-
-    /// A block with one holder: a free one, or the cached one that was held longest ago.
-    fn allocate(&mut self) -> Result<u32, EngineError> {
-        let id = match self.pool.take_free() {
-            Some(id) => id,
-            None => {
-                let id = self.oldest(false).ok_or_else(|| self.is_full())?;
-                let id = self.make_way(id);
-                self.unlink(id);
-                if let Some(states) = &mut self.states {
-                    states.forget(id);
-                }
-                id
-            }
-        };
-        self.pool.hold(id);
-        Ok(id)
-    }
-
-    /// The same of the pool of windowed layers.
-    fn allocate_window(&mut self) -> Result<u32, EngineError> {
-        let free = self.windows.as_mut().and_then(|windows| windows.pool.take_free());
-        let id = match free {
-            Some(id) => id,
-            None => self.window_that_gives_way().ok_or_else(|| self.is_full())?,
-        };
-        if let Some(windows) = &mut self.windows {
-            windows.evict(id);
-            windows.pool.hold(id);
-        }
-        Ok(id)
-    }
-
-    fn is_full(&self) -> EngineError {
-        let context = self.pool.len() * BLOCK;
-        EngineError::ContextFull { needed: context + 1, context }
-    }
-
-    /// The block that nobody holds and that was held longest ago; of those that are saved, if asked for.
-    fn oldest(&self, saved: bool) -> Option<u32> {
-        let cached = self.pool.unheld().filter(|(id, _)| !saved || self.is_saved(*id));
-        cached.min_by_key(|(_, used)| *used).map(|(id, _)| id)
-    }
-
-    fn copy(&mut self, from: u32, to: u32) {
-        if let Some(copies) = &mut self.device_copies {
-            copies.push(BlockCopy { from, to, is_window: false });
-            return;
-        }
-        let stride = self.geometry.block_stride;
-        let from = from as usize * stride;
-        self.memory.copy_within(from..from + stride, to as usize * stride);
-    }
-
-    /// Keeps the bookkeeping only: blocks lie in a device's memory, and who owns that copies them when
-    /// [`Self::take_copies`] says so. Nothing of them can go to a file.
-    pub fn keep_on_device(&mut self) {
-        self.device_copies = Some(Vec::new());
-    }
-
-    /// The device is lost, and the blocks on it: every sequence is empty, nothing can be found, and blocks lie in this
-    /// memory from here on.
-    pub fn leave_device(&mut self) {
-        self.device_copies = None;
-        for i in 0..self.sequences.len() {
-            self.truncate(SeqId(i as u32), 0);
-        }
-        for id in 0..self.pool.len() as u32 {
-            // Nobody holds it: it was only there to be found.
-            if self.tree.node(id).is_some() {
-                self.unlink(id);
-                self.set_free(id);
-            }
-        }
-    }
-
-    /// True if blocks lie in a device's memory.
-    #[must_use]
-    pub const fn is_on_device(&self) -> bool {
-        self.device_copies.is_some()
-    }
-
-    /// Blocks to be copied there before anything else is written.
-    pub fn take_copies(&mut self) -> impl Iterator<Item = BlockCopy> + '_ {
-        self.device_copies.iter_mut().flat_map(|copies| copies.drain(..))
     }
 
     /// The blocks of a sequence, in the order of its positions: those of layers that see all of them.

@@ -205,8 +205,13 @@ impl Spill {
         came
     }
 
+    /// Whether the file has this block, but not its window's.
+    pub(super) fn lacks_window(&self, parent: Key, key: Key) -> bool {
+        self.holds(key) && !self.holds_window(parent, key)
+    }
+
     /// Queues a block for writing, where windows have blocks of their own with the one that goes with it, if that is
-    /// still there; false if the file is busy.
+    /// still there: once more, if the file has it without. False if the file is busy.
     ///
     /// # Errors
     /// If the file is of no use.
@@ -217,6 +222,7 @@ impl Spill {
         window: Option<&[u8]>,
     ) -> Result<bool, BlockFileError> {
         let mut note: Vec<u8> = node.tokens.iter().flat_map(|token| token.to_le_bytes()).collect();
+        let once_more = window.is_some() && self.lacks_window(node.parent, node.key);
         let bytes = match &mut self.stage {
             None => own,
             // There would be nothing in it.
@@ -233,7 +239,8 @@ impl Spill {
             }
         };
         let (key, parent) = (node.key.0, node.parent.0);
-        match self.file.put(BlockMeta { key, parent, note: note.into() }, bytes) {
+        let meta = BlockMeta { key, parent, note: note.into() };
+        match if once_more { self.file.replace(meta, bytes) } else { self.file.put(meta, bytes) } {
             // The rest of a conversation that fills the whole file.
             Err(BlockFileError::Full { .. }) => Ok(true),
             done => done,

@@ -69,19 +69,28 @@ pub fn open(vault: &Vault, options: &EngineOptions) -> Engine {
 #[derive(Default)]
 pub struct Heard {
     pub tokens: Vec<u32>,
+    pub logprobs: Vec<(f32, Vec<(u32, f32)>)>,
+    pub prefills: Vec<(usize, usize, usize)>,
     pub end: Option<Ended>,
 }
 
 /// A job that takes the likeliest tokens, and what its sink will have heard.
 pub fn job(prompt: &[u32], n: usize) -> (Job, Arc<Mutex<Heard>>) {
-    let heard = Arc::<Mutex<Heard>>::default();
-    let log = heard.clone();
+    let log = Arc::<Mutex<Heard>>::default();
+    let heard = log.clone();
     let sink = move |event: Event<'_>| {
-        let mut log = log.lock().unwrap();
+        let mut heard = heard.lock().unwrap();
+        assert!(heard.end.is_none(), "nothing comes after the end");
         match event {
-            Event::Token { id, .. } => log.tokens.push(id),
-            Event::End(ended) => log.end = Some(ended),
-            Event::Prefill { .. } => {}
+            Event::Prefill { done, total, cached } => {
+                assert!(done <= total && heard.tokens.is_empty());
+                heard.prefills.push((done, total, cached));
+            }
+            Event::Token { id, logprob, top } => {
+                heard.tokens.push(id);
+                heard.logprobs.extend(logprob.map(|logprob| (logprob, top.to_vec())));
+            }
+            Event::End(ended) => heard.end = Some(ended),
         }
         ControlFlow::Continue(())
     };
@@ -94,7 +103,7 @@ pub fn job(prompt: &[u32], n: usize) -> (Job, Arc<Mutex<Heard>>) {
         cancel: Arc::default(),
         sink: Box::new(sink),
     };
-    (job, heard)
+    (job, log)
 }
 
 /// Records everything that a forward shows.

@@ -18,11 +18,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use common::{greedy, open, options, write_tiny};
+use common::{Heard, greedy, job, open, options, write_tiny};
 use smoe_engine::plan::{PlanRequest, RingSize};
 use smoe_engine::{
-    Constraint, Driver, Ended, Engine, EngineError, EngineOptions, Event, Finish, Job, KvType, Limits,
-    Sampler, Sampling, Scheduler, SchedulerOptions, SpillConfig, Vault,
+    Constraint, Driver, Engine, EngineError, EngineOptions, Event, Finish, Job, KvType, Sampler, Sampling,
+    Scheduler, SchedulerOptions, SpillConfig, Vault,
 };
 use smoe_store::{Fault, FaultyDisk, FileDisk, OpenMode};
 use smoe_testkit::TinyModel;
@@ -44,47 +44,7 @@ fn several(ring: RingSize, chunk: usize, sessions: usize, kv_contexts: usize) ->
     options
 }
 
-/// What a job's sink heard.
-#[derive(Default)]
-struct Heard {
-    tokens: Vec<u32>,
-    logprobs: Vec<(f32, Vec<(u32, f32)>)>,
-    prefills: Vec<(usize, usize, usize)>,
-    end: Option<Ended>,
-}
-
 type Log = Arc<Mutex<Heard>>;
-
-fn job(prompt: &[u32], n: usize) -> (Job, Log) {
-    let log = Log::default();
-    let heard = log.clone();
-    let sink = move |event: Event<'_>| {
-        let mut heard = heard.lock().unwrap();
-        assert!(heard.end.is_none(), "nothing comes after the end");
-        match event {
-            Event::Prefill { done, total, cached } => {
-                assert!(done <= total && heard.tokens.is_empty());
-                heard.prefills.push((done, total, cached));
-            }
-            Event::Token { id, logprob, top } => {
-                heard.tokens.push(id);
-                heard.logprobs.extend(logprob.map(|logprob| (logprob, top.to_vec())));
-            }
-            Event::End(ended) => heard.end = Some(ended),
-        }
-        ControlFlow::Continue(())
-    };
-    let job = Job {
-        prompt: prompt.to_vec(),
-        sampling: Sampling::default(),
-        limits: Limits { max_tokens: n, end_tokens: Vec::new() },
-        logprobs: None,
-        constraint: None,
-        cancel: Arc::default(),
-        sink: Box::new(sink),
-    };
-    (job, log)
-}
 
 fn scheduler(vault: &Vault, options: &EngineOptions) -> Scheduler {
     let at_once = Some(options.plan.sessions);

@@ -9,7 +9,7 @@
 // What is indexed by a literal, once all is inlined, lives in registers: hence the lists of calls in place of
 // loops, `..s` of what is here by the line, token, span or chain, which cut.rs appends.
 //
-// Needs: those lists; coded_tiles.wgsl; coded_plane.wgsl or coded_own.wgsl, the operand; fn levels, which makes factors of
+// Needs: those lists; coded_tiles.wgsl, coded_job.wgsl; coded_plane.wgsl or coded_own.wgsl, the operand; fn levels, which makes factors of
 // codes; fn finish, which takes the sums; fn fma2, const PLAYED; consts THREADS, SLOTS, CHAINS, HELD
 // (lanes hold their shares of tiles, as they cannot of the longest), ONE_ROUND (all items have slots at once: nothing is
 // loaded for a second round, and a kernel that is shorter is sooner where it is needed).
@@ -54,19 +54,11 @@ fn line(lines: ptr<function, Lines>, at: u32, i: u32) -> vec4<u32> {
 
 // What is multiplied of four columns, unit `unit`, of four rows; of those 16 below if `half` is 1.
 fn codes(lines: ptr<function, Lines>, at: u32, unit: u32, half: u32) -> vec4<u32> {
-    var out: vec4<u32>;
-    if (LOW == 8u) {
-        out = line(lines, at, 2u * unit + half) ^ vec4(0x80808080u);
-    } else {
-        let shift = LOW * (2u * (unit / LOW_LINES) + half);
-        out = (line(lines, at, unit % LOW_LINES) >> vec4(shift)) & vec4(LOW_MASK);
-    }
+    var high: vec4<u32>;
     if (HIGH > 0u) {
-        let shift = HIGH * (2u * (unit / HIGH_PLANE) + half);
-        let high = line(lines, at, LOW_LINES + unit % HIGH_PLANE) >> vec4(shift);
-        out |= (high & vec4(HIGH_MASK)) << vec4(LOW);
+        high = line(lines, at, high_line(unit));
     }
-    return levels(out);
+    return levels(codes_of(line(lines, at, low_line(unit, half)), high, unit, half));
 }
 
 // Sixteen columns of eight rows.

@@ -1,7 +1,7 @@
-// What coded.wgsl and coded_wide.wgsl have in common: tiles of 32 rows, and the runs of them that a workgroup has.
+// Tiles of 32 rows, as all coded products have them: where their codes lie, and what becomes of integers.
 //
-// Needs: consts LOW, HIGH (bits of the planes), TILE_GROUP, AFFINE, TABLE, LEAST (by which a table's levels are more than they are),
-// TOKENS.
+// Needs: fn hide; consts LOW, HIGH (bits of the planes), TILE_GROUP, AFFINE, TABLE, LEAST (by which a table's levels are more than they
+// are).
 
 @group(0) @binding(0) var<storage, read> stored: array<vec4<u32>>;
 
@@ -21,19 +21,6 @@ const HIGH_MASK: u32 = ((1u << HIGH) - 1u) * 0x01010101u;
 const MOST: i32 = (1i << (LOW + HIGH)) - 1i;
 const INVERSE: f32 = 1.0 / f32(MOST);
 
-struct Job {
-    // The first tile, and the one that item `split` would follow, in pieces.
-    at: u32,
-    split_at: u32,
-    split: u32,
-    // Tiles of a block of rows, and in all.
-    tiles: u32,
-    items: u32,
-    // Tokens, and their rows of the plane.
-    count: u32,
-    rows: array<u32, 8>,
-}
-
 fn dot4(codes: vec4<u32>, x: u32) -> vec4<i32> {
     return vec4(
         dot4I8Packed(codes.x, x),
@@ -41,13 +28,6 @@ fn dot4(codes: vec4<u32>, x: u32) -> vec4<i32> {
         dot4I8Packed(codes.z, x),
         dot4I8Packed(codes.w, x),
     );
-}
-
-// A chain is sixteen lanes wide: (block of rows, token, pair of rows).
-struct Chain {
-    block: u32,
-    token: u32,
-    pair: u32,
 }
 
 // The factor of a group: its scale of activations, over the largest code where codes are symmetric (rounded once: Markstein).
@@ -72,4 +52,26 @@ fn shift_of(sum: i32) -> i32 {
     }
     let shift = select(0i, 128i * sum, LOW == 8u);
     return select(shift, 2i * shift - MOST * sum, AFFINE == 0u);
+}
+
+// The line of the low plane that has a unit, four columns of all rows; rows from 16 on if `half` is 1. Only whole bytes have a line for
+// either half.
+fn low_line(unit: u32, half: u32) -> u32 {
+    return select(unit % LOW_LINES, 2u * unit + half, LOW == 8u);
+}
+
+fn high_line(unit: u32) -> u32 {
+    return LOW_LINES + unit % HIGH_PLANE;
+}
+
+// The codes of a unit of four rows, of those 16 below if `half` is 1, from its lines of either plane; 8-bit ones less 128.
+fn codes_of(low: vec4<u32>, high: vec4<u32>, unit: u32, half: u32) -> vec4<u32> {
+    if (LOW == 8u) {
+        return low ^ vec4(0x80808080u);
+    }
+    var out = (low >> vec4(LOW * (2u * (unit / LOW_LINES) + half))) & vec4(LOW_MASK);
+    if (HIGH > 0u) {
+        out |= ((high >> vec4(HIGH * (2u * (unit / HIGH_PLANE) + half))) & vec4(HIGH_MASK)) << vec4(LOW);
+    }
+    return out;
 }

@@ -13,13 +13,15 @@ struct Entry {
     count: u32,
 }
 
-// Both words are on their way at once: weights wait for them.
-fn entry(i: u32) -> Entry {
+// So many pairs of an entry, in parts. Both words are on their way at once: weights wait for them.
+fn entry(i: u32, part: u32) -> Entry {
     let number = list[0].x;
     let e = list[i + 1u];
-    let is_one = i < number;
-    let count = select(0u, min(e.z, TOKENS), is_one && e.x != 0xffffffffu);
-    return Entry(e.x, select(0u, e.y, is_one), count);
+    // Entries of fewer tokens than eight have no parts.
+    let skipped = select(part * TOKENS, 0u, TOKENS < 8u);
+    let is_one = i < number && e.z > skipped;
+    let count = select(0u, min(e.z - skipped, TOKENS), is_one && e.x != 0xffffffffu);
+    return Entry(e.x, select(0u, e.y + skipped, is_one), count);
 }
 
 // The pair of one of an entry's tokens; of those past its end, that of its last.

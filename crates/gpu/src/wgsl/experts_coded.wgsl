@@ -25,7 +25,7 @@ fn finish(job: ptr<function, Job>, chain: Chain, sum: vec2<f32>) {
 
 @compute @workgroup_size(THREADS)
 fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
-    e = entry(wg.y);
+    e = entry(wg.y, wg.z);
     take_biases(wg.y);
     if (TOKENS == 1u) {
         first_out_row = out_row(0u);

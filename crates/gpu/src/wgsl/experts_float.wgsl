@@ -10,7 +10,7 @@ fn finish(job: ptr<function, Job>, row: u32, token: u32, sum: f32) {
 
 @compute @workgroup_size(THREADS)
 fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
-    e = entry(wg.y);
+    e = entry(wg.y, wg.z);
     take_biases(wg.y);
     var job: Job;
     job.at = (e.slot * p.slot + p.at) * (16u / UNIT);

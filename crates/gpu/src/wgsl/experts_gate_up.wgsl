@@ -1,23 +1,21 @@
 // Gate, up, activation and the quantising of the hidden values, of a layer's experts.
 //
 // A workgroup has an entry and PART blocks of 32 rows of gate and as many of up: whole groups of GROUP hidden
-// values. Workgroups: (parts, entries).
+// values. Workgroups: (parts, entries, eights of an entry).
 //
-// Needs: quantise.wgsl, coded.wgsl, coded_plane.wgsl, experts.wgsl, experts_bias.wgsl, experts_glu.wgsl, consts PART, TOP_K.
-
-// `gate` and `up` are where the matrices begin in a slot, `slot` what slots are apart, in pieces.
-struct Params { rows: u32, tiles: u32, gate: u32, up: u32, slot: u32, groups: u32, nothing: u32 }
-var<immediate> p: Params;
-
-@group(0) @binding(5) var<storage, read_write> hidden_codes: array<u32>;
-@group(0) @binding(6) var<storage, read_write> hidden_cells: array<vec2<u32>>;
-
-// Groups of a part.
-const GROUPS: u32 = 32u * PART / GROUP;
+// Needs: coded.wgsl, coded_plane.wgsl, experts_gate_up_hidden.wgsl, const TOP_K.
 
 // Rows `4 * four ..+ 4` of a block of the products.
 fn place_of(block: u32, token: u32, four: u32) -> u32 {
     return 8u * (block * TOKENS + token) + four;
+}
+
+fn gate_of(block: u32, token: u32, four: u32) -> vec4<f32> {
+    return dots[place_of(block, token, four)];
+}
+
+fn up_of(block: u32, token: u32, four: u32) -> vec4<f32> {
+    return dots[place_of(blocks + block, token, four)];
 }
 
 fn finish(job: ptr<function, Job>, chain: Chain, sum: vec2<f32>) {
@@ -31,23 +29,12 @@ fn finish(job: ptr<function, Job>, chain: Chain, sum: vec2<f32>) {
     }
 }
 
-// Of rows that are not there, anything.
-fn hidden_of(gate: vec4<f32>, up: vec4<f32>, rows: vec4<u32>) -> vec4<f32> {
-    let row = min(rows, vec4(p.rows - 1u));
-    return vec4(
-        glu(biased(gate.x, row.x), biased_up(up.x, row.x)),
-        glu(biased(gate.y, row.y), biased_up(up.y, row.y)),
-        glu(biased(gate.z, row.z), biased_up(up.z, row.z)),
-        glu(biased(gate.w, row.w), biased_up(up.w, row.w)),
-    );
-}
-
 @compute @workgroup_size(THREADS)
 fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
-    let e = entry(wg.y);
+    let e = entry(wg.y, wg.z);
     take_biases(wg.y);
-    let first_block = wg.x * PART;
-    let blocks = min(PART, (p.rows + 31u) / 32u - first_block);
+    first_block = wg.x * PART;
+    blocks = min(PART, (p.rows + 31u) / 32u - first_block);
     var job: Job;
     let start = first_block * p.tiles * TILE + e.slot * p.slot;
     job.at = start + p.gate;
@@ -67,35 +54,5 @@ fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) l
     }
     products(&job, lane);
     workgroupBarrier();
-    let all = e.count * GROUPS;
-    for (var base = 0u; base < TEAM * all; base += THREADS) {
-        let id = base + lane;
-        // Lanes past the end repeat the last group, and write nothing.
-        let team = min(id / TEAM, all - 1u);
-        let token = team / GROUPS;
-        let group = team % GROUPS;
-        let part = id % TEAM;
-        var values: array<vec4<f32>, WORDS>;
-        for (var i = 0u; i < WORDS; i++) {
-            let row = group * GROUP + part * (GROUP / TEAM) + 4u * i;
-            // What is past the last block is not there.
-            let block = min(row / 32u, blocks - 1u);
-            let four = (row % 32u) / 4u;
-            let gate = dots[place_of(block, token, four)];
-            let up = dots[place_of(blocks + block, token, four)];
-            let column = vec4(32u * first_block + row) + vec4(0u, 1u, 2u, 3u);
-            values[i] = select(vec4(0.0), hidden_of(gate, up, column), column < vec4(p.rows));
-        }
-        let coded = quantise(values);
-        let out_group = first_block * 32u / GROUP + group;
-        if (id / TEAM < all && out_group < p.groups) {
-            let cell = (e.first + token) * p.groups + out_group;
-            for (var i = 0u; i < WORDS; i++) {
-                hidden_codes[cell * (GROUP / 4u) + part * WORDS + i] = coded.words[i];
-            }
-            if (part == 0u) {
-                hidden_cells[cell] = vec2(bitcast<u32>(coded.scale), bitcast<u32>(coded.sum));
-            }
-        }
-    }
+    make_hidden(e.first, e.count, lane);
 }

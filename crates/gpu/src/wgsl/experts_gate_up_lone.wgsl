@@ -59,7 +59,7 @@ fn finish(job: ptr<function, Job>, chain: Chain, sum: vec2<f32>) {
 
 @compute @workgroup_size(THREADS)
 fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
-    let e = entry(wg.y);
+    let e = entry(wg.y, 0u);
     take_biases(wg.y);
     first_place = e.first;
     block = wg.x / 2u;

@@ -1,4 +1,4 @@
-// One projection of a layer's experts. Workgroups: (runs of rows, entries).
+// One projection of a layer's experts. Workgroups: (runs of rows, entries, parts of an entry).
 //
 // Needs: coded.wgsl or float.wgsl; experts.wgsl; consts TOP_K (of whose tokens the rows of x are, 0 if x is by
 // place in `pairs`), BY_PAIR (rows of the output are by pair, not by place in `pairs`).

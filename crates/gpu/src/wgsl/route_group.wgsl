@@ -3,7 +3,8 @@
 //
 // Needs: const EXPERTS, TOP_K; the buffers ids (u32), slots (u32), work (u32), pairs (u32).
 
-struct Params { tokens: u32, nothing: u32 }
+// `most` is of an entry's pairs.
+struct Params { tokens: u32, most: u32, nothing: u32 }
 var<immediate> p: Params;
 
 const THREADS: u32 = 256u;
@@ -46,7 +47,7 @@ fn main(
     workgroupBarrier();
     for (var e = lane; e < EXPERTS; e += THREADS) {
         let count = atomicLoad(&counts[e]);
-        let entries = (count + 7u) / 8u;
+        let entries = (count + p.most - 1u) / p.most;
         if (e < expert) {
             atomicAdd(&facts[0], count);
             atomicAdd(&facts[1], entries);
@@ -67,11 +68,11 @@ fn main(
     let start = atomicLoad(&facts[0]);
     let entry = atomicLoad(&facts[1]);
     let count = atomicLoad(&counts[expert]);
-    for (var i = lane; 8u * i < count; i += THREADS) {
+    for (var i = lane; p.most * i < count; i += THREADS) {
         let at = 4u + 4u * (entry + i);
         work[at] = slots[expert];
-        work[at + 1u] = start + 8u * i;
-        work[at + 2u] = min(8u, count - 8u * i);
+        work[at + 1u] = start + p.most * i;
+        work[at + 2u] = min(p.most, count - p.most * i);
         work[at + 3u] = expert;
     }
     if (own > 0u) {

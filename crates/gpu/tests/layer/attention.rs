@@ -126,19 +126,23 @@ fn attend(
         None,
     )
     .unwrap();
-    // If all are in the first split that is known, and then it is not.
+    // If all are in the first split that is known, and then it is not; as tokens of one session, whatever they are, and as
+    // tokens of as many.
     let end = tokens.iter().map(|&(_, position, _)| position + 1).max().unwrap();
-    let [got, again] = [end, usize::MAX].map(|end| {
-        run(gpu, |step| attention.record(step, tokens.len(), visible, end));
-        let mut got = read(gpu, &plane);
-        let rest = got.split_off(tokens.len() * width);
-        assert_stale(&rest);
-        if let Some(coded) = &coded {
-            assert_coded(gpu, coded, &got, tokens.len());
-        }
-        got.into_iter().map(f32::to_bits).collect::<Vec<_>>()
-    });
+    let [got, again, apart] =
+        [(end, 1), (usize::MAX, 1), (usize::MAX, tokens.len())].map(|(end, sessions)| {
+            gpu.write(&plane, 0, &STALE.to_le_bytes().repeat((tokens.len() + 1) * width));
+            run(gpu, |step| attention.record(step, tokens.len(), sessions, visible, end));
+            let mut got = read(gpu, &plane);
+            let rest = got.split_off(tokens.len() * width);
+            assert_stale(&rest);
+            if let Some(coded) = &coded {
+                assert_coded(gpu, coded, &got, tokens.len());
+            }
+            got.into_iter().map(f32::to_bits).collect::<Vec<_>>()
+        });
     assert_eq!(got, again, "one kernel or two");
+    assert_eq!(again, apart, "a tile of tokens, or one token a workgroup");
     got.into_iter().map(f32::from_bits).collect()
 }
 
@@ -242,26 +246,66 @@ fn what_a_token_attends_to_does_not_depend_on_the_others_or_on_the_scratch() {
     }
 }
 
+/// Tokens that fill tiles of the kernel for prompts, and begin and end within them: alone, they never meet it.
+#[test]
+fn a_prompt_has_the_bits_of_its_tokens_one_by_one() {
+    let Some(gpu) = gpu() else { return };
+    let [f32s, f16s, q8s] = [KvFormat::F32, KvFormat::F16, KvFormat::Q8];
+    let shapes = [
+        (f16s, 8, 128, 128),
+        (f16s, 16, 64, 64),
+        (f16s, 5, 96, 96),
+        (f16s, 4, 192, 128),
+        (q8s, 2, 64, 64),
+        (q8s, 8, 128, 64),
+        (f32s, 3, 64, 128),
+        (f32s, 1, 80, 80),
+        (f16s, 8, 256, 256),
+    ];
+    for (i, (format, per_kv, head_dim, value_dim)) in shapes.into_iter().enumerate() {
+        let kv = KvLayout { format, n_kv_heads: 1 + i % 2, head_dim, value_dim };
+        let mut random = Random(i as u64 + 70);
+        let cache = Cache::new(kv, &[300, 150], &mut random);
+        // Over the end of a split, a few of another session in between, some with a window that begins in a split of its own.
+        let n = [17, 33, 64, 31][i % 4];
+        let mut tokens: Vec<_> = (0..n).map(|t| (0, 100 + t, 0)).collect();
+        tokens.extend((140..150).map(|position| (1, position, 0)));
+        tokens.extend((270..290).map(|position| (0, position, position - 145)));
+        let (n_heads, queries_of) = (per_kv * kv.n_kv_heads, per_kv * kv.n_kv_heads * head_dim);
+        let queries: Vec<f32> = random.values(tokens.len() * queries_of);
+        let sinks: Option<Vec<f32>> = (i % 3 == 0).then(|| random.values(n_heads));
+        let all = attend(gpu, &cache, &tokens, &queries, 0.7, sinks.as_deref(), 1 << 12, None);
+        let width = n_heads * value_dim;
+        for t in [0, n - 1, n, n + 9, n + 10, tokens.len() - 1] {
+            let query = &queries[t * queries_of..(t + 1) * queries_of];
+            let one = attend(gpu, &cache, &tokens[t..=t], query, 0.7, sinks.as_deref(), 0, None);
+            assert_eq!(one, all[t * width..(t + 1) * width], "{kv:?}, {per_kv} queries a head, token {t}");
+            let expected = cache.attend(tokens[t], query, 0.7, sinks.as_deref());
+            assert_close(&one, &expected, 2e-5, false, &format!("{kv:?}, token {t}"));
+        }
+    }
+}
+
 #[test]
 fn a_row_that_is_not_a_number_reaches_those_who_see_it_and_no_others() {
     let Some(gpu) = gpu() else { return };
     for (format, _) in FORMATS {
-        let kv = KvLayout { format, n_kv_heads: 2, head_dim: 32, value_dim: 32 };
+        let kv = KvLayout { format, n_kv_heads: 2, head_dim: 64, value_dim: 64 };
         let mut random = Random(5);
         let mut cache = Cache::new(kv, &[300], &mut random);
         // A key of head 0 and a value of head 1.
-        let good = random.values(32);
-        cache.store(0, 255, 0, &[f32::NAN; 32], &good);
-        cache.store(0, 258, 1, &good, &[f32::NAN; 32]);
+        let good = random.values(64);
+        cache.store(0, 255, 0, &[f32::NAN; 64], &good);
+        cache.store(0, 258, 1, &good, &[f32::NAN; 64]);
         // Those who see neither, one, both; a window behind them.
         let tokens: Vec<_> =
-            (250..270).map(|position| (0, position, 0)).chain([(0, 299, 259), (0, 299, 256)]).collect();
-        let queries = random.values(tokens.len() * 64);
+            (240..280).map(|position| (0, position, 0)).chain([(0, 299, 259), (0, 299, 256)]).collect();
+        let queries = random.values(tokens.len() * 128);
         let got = attend(gpu, &cache, &tokens, &queries, 0.5, None, 1 << 12, None);
-        for (&(_, position, first), row) in tokens.iter().zip(got.chunks_exact(64)) {
+        for (&(_, position, first), row) in tokens.iter().zip(got.chunks_exact(128)) {
             let sees = |bad: usize| (first..=position).contains(&bad);
             for (head, bad) in [(0, 255), (1, 258)] {
-                let row = &row[head * 32..(head + 1) * 32];
+                let row = &row[head * 64..(head + 1) * 64];
                 assert!(
                     row.iter().all(|v| v.is_nan() == sees(bad)),
                     "{format:?}: {first}..={position}, head {head}"
@@ -277,19 +321,19 @@ proptest! {
     fn attention_over_any_rows_is_the_cpus(seed in any::<u64>()) {
         let Some(gpu) = gpu() else { return Ok(()) };
         let mut random = Random(seed);
-        let kv = KvLayout { format: KvFormat::F16, n_kv_heads: 2, head_dim: 32, value_dim: 32 };
+        let kv = KvLayout { format: KvFormat::F16, n_kv_heads: 2, head_dim: 64, value_dim: 64 };
         let lengths: Vec<_> = (0..3).map(|_| 1 + random.below(400)).collect();
         let cache = Cache::new(kv, &lengths, &mut random);
-        let tokens: Vec<_> = (0..1 + random.below(24)).map(|_| {
+        let tokens: Vec<_> = (0..1 + random.below(40)).map(|_| {
             let session = random.below(3);
             let position = random.below(lengths[session]);
             (session, position, if random.below(2) == 0 { 0 } else { random.below(position + 1) })
         }).collect();
-        let queries = random.values(tokens.len() * 128);
+        let queries = random.values(tokens.len() * 256);
         let room = 5 + random.below(60);
         let got = attend(gpu, &cache, &tokens, &queries, 1.0, None, room, None);
         for (t, &token) in tokens.iter().enumerate() {
-            let row = t * 128..(t + 1) * 128;
+            let row = t * 256..(t + 1) * 256;
             let expected = cache.attend(token, &queries[row.clone()], 1.0, None);
             assert_close(&got[row], &expected, 2e-5, false, &format!("{token:?}"));
         }
@@ -357,7 +401,7 @@ fn check_turning(
                 attention.record_turning(step, visible, end);
             } else {
                 rope.record(step, 1);
-                attention.record(step, 1, visible, end);
+                attention.record(step, 1, 1, visible, end);
             }
         });
         Some([&coded.codes, &coded.cells, &bytes].map(|slice| read_words(gpu, slice)))

@@ -57,6 +57,7 @@ fn check_route(gpu: &Gpu, moe: &MoeSpec, tokens: usize, biased: bool, logits: &[
         pairs: stale(gpu, n + 1),
         tokens,
         top_k: moe.top_k,
+        n_experts,
     };
     let inputs = RouteInputs {
         logits: &floats(gpu, logits),
@@ -87,7 +88,7 @@ fn check_route(gpu: &Gpu, moe: &MoeSpec, tokens: usize, biased: bool, logits: &[
     for expert in 0..n_experts as u32 {
         let own: Vec<u32> = (0..n as u32).filter(|&p| expected_ids[p as usize] == expert).collect();
         visited += u32::from(!own.is_empty());
-        for piece in own.chunks(8) {
+        for piece in own.chunks(list.entry_pairs(tokens)) {
             let slot = slots[expert as usize];
             missing += u32::from(slot == WorkList::ABSENT);
             expected.extend([slot, pairs.len() as u32, piece.len() as u32, expert]);
@@ -114,7 +115,13 @@ fn a_halt_leaves_everything_behind_it_as_it_was() {
     let plane = floats(gpu, &first);
     let slots = words(gpu, &(0..16).collect::<Vec<u32>>());
     let (ids, weights) = (stale(gpu, n), floats(gpu, &vec![0.0; n + 1]));
-    let list = WorkList { entries: stale(gpu, 4 + 4 * n), pairs: stale(gpu, n), tokens, top_k: moe.top_k };
+    let list = WorkList {
+        entries: stale(gpu, 4 + 4 * n),
+        pairs: stale(gpu, n),
+        tokens,
+        top_k: moe.top_k,
+        n_experts: moe.n_experts,
+    };
     let seen = stale(gpu, 5 * tokens * moe.n_experts);
     let halt = Halt { words: &weights, at: n };
     let inputs =
@@ -218,8 +225,13 @@ fn routed(
     let [two, one] = [None, Some((weights, &x))].map(|router| {
         let (ids, shares, seen) =
             (stale(gpu, top_k), floats(gpu, &vec![0.0; top_k + 1]), stale(gpu, n_experts));
-        let list =
-            WorkList { entries: stale(gpu, 4 + 4 * top_k), pairs: stale(gpu, top_k), tokens: 1, top_k };
+        let list = WorkList {
+            entries: stale(gpu, 4 + 4 * top_k),
+            pairs: stale(gpu, top_k),
+            tokens: 1,
+            top_k,
+            n_experts,
+        };
         let slots = words(gpu, &some);
         let inputs =
             RouteInputs { logits: &logits, bias, correction: bias, router, norm: None, slots: &slots };
@@ -321,6 +333,7 @@ fn a_router_that_makes_its_input_does_what_norm_and_router_do() {
                 pairs: stale(gpu, moe.top_k),
                 tokens: 1,
                 top_k: moe.top_k,
+                n_experts,
             };
             let halt = Halt { words: &shares, at: moe.top_k };
             let norm = RouterNorm {

@@ -2,7 +2,9 @@
 
 use smoe_format::spec::Activation;
 use smoe_format::{Encoding, LayerTable, Table, TensorEntry, Zero};
-use smoe_gpu::{CodedPlane, Down, ExpertInput, ExpertLayout, GateUp, Gpu, Hidden, Lanes, Tuning, WorkList};
+use smoe_gpu::{
+    CodedPlane, Down, ExpertInput, ExpertLayout, GateUp, Gpu, Hidden, Lanes, Tiling, Tuning, WorkList,
+};
 use smoe_kernels::{Activations, Shard};
 
 use crate::common::Random;
@@ -100,7 +102,7 @@ impl Layer {
         random: &mut Random,
         spoil: impl Fn(&mut Vec<f32>),
     ) {
-        self.check_tuned(gpu, tokens, top_k, experts, random, spoil, None);
+        self.check_cut(gpu, tokens, top_k, experts, random, spoil, (None, None));
     }
 
     /// The same, a lone token's products cut as said.
@@ -113,6 +115,20 @@ impl Layer {
         random: &mut Random,
         spoil: impl Fn(&mut Vec<f32>),
         tuning: Option<Tuning>,
+    ) {
+        self.check_cut(gpu, tokens, top_k, experts, random, spoil, (tuning, None));
+    }
+
+    /// The same, and those of many tokens.
+    fn check_cut(
+        &self,
+        gpu: &Gpu,
+        tokens: usize,
+        top_k: usize,
+        experts: &[(u32, Vec<u32>)],
+        random: &mut Random,
+        spoil: impl Fn(&mut Vec<f32>),
+        (tuning, tiling): (Option<Tuning>, Option<Tiling>),
     ) {
         let (d_model, all_coded) =
             (self.layout.d_model(), self.table.tensors.iter().all(|t| is_coded(t.encoding)));
@@ -127,7 +143,7 @@ impl Layer {
         let list = WorkList::new(gpu, &self.layout, tokens, top_k).unwrap();
         let entries: Vec<(u32, u32, &[u32])> =
             experts.iter().enumerate().map(|(i, (slot, pairs))| (*slot, i as u32, &pairs[..])).collect();
-        list.write(gpu, &entries);
+        list.write(gpu, tokens, &entries);
         let hidden = Hidden::new(gpu, &self.layout, list.most_pairs()).unwrap();
         let poison = 0x7fc0_1234u32;
         let y = upload(gpu, &poison.to_le_bytes().repeat(list.most_pairs() * d_model));
@@ -135,8 +151,8 @@ impl Layer {
             Some(biases) => &self.layout.clone().biased(plane(gpu, biases)),
             None => &self.layout,
         };
-        let gate_up = GateUp::tuned(gpu, layout, &slots, &list, &input, &hidden, tuning).unwrap();
-        let down = Down::tuned(gpu, layout, &slots, &list, &hidden, &y, tuning).unwrap();
+        let gate_up = GateUp::tuned(gpu, layout, &slots, &list, &input, &hidden, tuning, tiling).unwrap();
+        let down = Down::tuned(gpu, layout, &slots, &list, &hidden, &y, tuning, tiling).unwrap();
         // Again, as each must leave everything ready for the next time.
         for _ in 0..2 {
             run(gpu, |step| {
@@ -242,6 +258,46 @@ fn a_lone_tokens_experts_have_the_cpus_bits_where_32_lanes_share_a_tile() {
         layer.check_tuned(gpu, 1, 5, &experts, &mut random, |_| {}, tuning);
         layer.check_tuned(gpu, 1, 5, &experts, &mut random, |x| x[shape.0 / 2] = f32::NAN, tuning);
     }
+}
+
+/// Many pairs an expert: one of them more than an entry takes, some few, some absent.
+#[test]
+fn experts_of_many_tokens_share_tiles_and_have_the_cpus_bits() {
+    let Some(gpu) = device() else { return };
+    let mut random = Random(30);
+    let [q4, q8, q3] = [q(4, 64, Zero::Symmetric), q(8, 64, Zero::Symmetric), q(3, 32, Zero::Affine)];
+    let [mxfp4, nl, ..] = tables().map(Encoding::from);
+    let tiling = |rows, tokens, lane_tokens, run| {
+        Some(Tiling { rows, tokens, lane_rows: 8, lane_tokens, columns: 64, run })
+    };
+    for (encodings, shape, tokens, tiling) in [
+        ([q4; 3], (200, 152), 70, None),
+        ([q4, q4, q8], (72, 96), 150, tiling(128, 32, 4, 2)),
+        ([mxfp4; 3], (96, 164), 70, None),
+        // Groups of 16 and of 128 hidden values; some of the cuts do not fit, and go eight by eight.
+        ([q3, q3, q(8, 16, Zero::Affine)], (130, 72), 70, tiling(64, 32, 8, 4)),
+        ([q8, q8, q(4, 128, Zero::Symmetric)], (64, 330), 66, tiling(64, 16, 4, 1)),
+        ([nl, nl, q4], (130, 70), 66, None),
+        // Two projections of unlike encodings, and floats.
+        ([q4, q8, q4], (72, 96), 66, None),
+        ([Encoding::Bf16; 3], (72, 96), 66, None),
+    ] {
+        let layer = Layer::new(encodings, shape, 4, &mut random);
+        let mut experts = assignment(tokens, 2, 4, &mut random);
+        // The first has a pair of every token.
+        let all: Vec<u32> = (0..tokens as u32).map(|token| 2 * token).collect();
+        experts.iter_mut().for_each(|(_, pairs)| pairs.retain(|pair| pair % 2 == 1));
+        experts[0].1 = all;
+        experts.retain(|(_, pairs)| !pairs.is_empty());
+        layer.check_cut(gpu, tokens, 2, &experts, &mut random, |_| {}, (None, tiling));
+    }
+    let taken = |name: &str| gpu.sources().iter().any(|(kernel, _)| kernel == name);
+    assert!(taken("experts' gate and up, many tokens") && taken("experts' down, many tokens"));
+    assert!(taken("experts' gate, many tokens") && taken("experts' up, many tokens"));
+    // A token that is not finite, and biases with a clamped activation.
+    let layer = Layer::new([mxfp4; 3], (96, 164), 4, &mut random).of_gpt_oss(&mut random);
+    let experts = assignment(70, 4, 4, &mut random);
+    layer.check(gpu, 70, 4, &experts, &mut random, |x| x[96 * 69 + 30] = f32::NAN);
 }
 
 #[test]
@@ -357,7 +413,7 @@ fn assert_activation(gpu: &Gpu, activation: Activation) {
         .collect();
     let list = WorkList::new(gpu, &layout, tokens, 1).unwrap();
     let pairs: Vec<u32> = (0..tokens as u32).collect();
-    list.write(gpu, &[(0, 0, &pairs)]);
+    list.write(gpu, tokens, &[(0, 0, &pairs)]);
     let hidden = Hidden::new(gpu, &layout, tokens).unwrap();
     let x_float = plane(gpu, &x);
     let input = ExpertInput { coded: &[], float: Some(&x_float) };

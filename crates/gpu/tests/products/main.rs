@@ -14,8 +14,8 @@ use smoe_format::half::f32_to_f16;
 use smoe_format::tile::ROWS;
 use smoe_format::{Encoding, Table, Uniform, Zero};
 use smoe_gpu::{
-    CodedMatmul, CodedPlane, Columns, ExactMatmul, FloatMatmul, Gpu, Lanes, Quantise, Slice, Step, Tuning,
-    Weights,
+    CodedMatmul, CodedPlane, Columns, ExactMatmul, FloatMatmul, Gpu, Lanes, Quantise, Slice, Step, Tiling,
+    Tuning, Weights,
 };
 use smoe_kernels::{Activations, Kernels, Matrix, Shard};
 
@@ -186,13 +186,46 @@ fn cpu_coded(encoding: Encoding, bytes: &[u8], shape: (usize, usize), x: &[f32],
 fn assert_coded(
     gpu: &Gpu,
     encoding: impl Into<Encoding>,
-    (rows, cols): (usize, usize),
+    shape: (usize, usize),
     counts: &[usize],
     tuning: Option<Tuning>,
     random: &mut Random,
     spoil: impl Fn(&mut Vec<f32>),
 ) {
+    let make = |weights: &Weights, x: &CodedPlane, out: &Columns| {
+        CodedMatmul::tuned(gpu, weights, x, out, tuning).unwrap()
+    };
+    assert_products(gpu, encoding.into(), shape, counts, &make, random, spoil);
+}
+
+/// The same, tiles being shared from the first token on.
+fn assert_tiled(
+    gpu: &Gpu,
+    encoding: impl Into<Encoding>,
+    shape: (usize, usize),
+    counts: &[usize],
+    tiling: Tiling,
+    random: &mut Random,
+    spoil: impl Fn(&mut Vec<f32>),
+) {
     let encoding = encoding.into();
+    let make = |weights: &Weights, x: &CodedPlane, out: &Columns| {
+        let product = CodedMatmul::tiled(gpu, weights, x, out, 1, tiling).unwrap();
+        assert!(product.shares_tiles(), "{encoding} in {tiling:?}");
+        product
+    };
+    assert_products(gpu, encoding, shape, counts, &make, random, spoil);
+}
+
+fn assert_products(
+    gpu: &Gpu,
+    encoding: Encoding,
+    (rows, cols): (usize, usize),
+    counts: &[usize],
+    make: &dyn Fn(&Weights, &CodedPlane, &Columns) -> CodedMatmul,
+    random: &mut Random,
+    spoil: impl Fn(&mut Vec<f32>),
+) {
     let tokens = *counts.iter().max().unwrap();
     let bytes = random.tensor(encoding, rows, cols);
     let mut x = random.values(tokens * cols);
@@ -203,7 +236,7 @@ fn assert_coded(
     let (stride, offset) = (rows + 5, 3);
     let poison = f32::from_bits(0x7fc0_1234);
     let out = Columns { plane: plane(gpu, &vec![poison; tokens * stride]), stride, offset };
-    let product = CodedMatmul::tuned(gpu, &weights, &coded, &out, tuning).unwrap();
+    let product = make(&weights, &coded, &out);
     for &count in counts {
         gpu.write(&out.plane, 0, &0x7fc0_1234u32.to_le_bytes().repeat(tokens * stride));
         run(gpu, |step| product.record(step, count));
@@ -212,7 +245,7 @@ fn assert_coded(
             let row = &found[t * stride..(t + 1) * stride];
             let untouched = |v: &f32| v.to_bits() == poison.to_bits();
             if t < count {
-                let what = (encoding, rows, cols, count, t, tuning);
+                let what = (encoding, rows, cols, count, t);
                 assert_same(&row[offset..offset + rows], &expected[t * rows..(t + 1) * rows], &what);
                 assert!(row[..offset].iter().chain(&row[offset + rows..]).all(untouched), "{what:?}");
             } else {
@@ -305,6 +338,75 @@ fn tiles_that_32_lanes_share_have_the_cpus_bits() {
     assert_coded(gpu, coded(4, 64, Zero::Affine), (40, 300), &[1], tuning, &mut random, |_| {});
     assert_coded(gpu, Table::IQ4_NL.with_group(64).unwrap(), (40, 300), &[1], tuning, &mut random, |_| {});
     assert_coded(gpu, q4, (32, 64 * 130), &[1], tuning, &mut random, |_| {});
+}
+
+/// The cuts that are timed, and such as no card would like.
+const TILINGS: [Tiling; 6] = [
+    Tiling { rows: 64, tokens: 64, lane_rows: 4, lane_tokens: 8, columns: 64, run: 2 },
+    Tiling { rows: 128, tokens: 64, lane_rows: 8, lane_tokens: 8, columns: 64, run: 8 },
+    Tiling { rows: 32, tokens: 32, lane_rows: 4, lane_tokens: 4, columns: 128, run: 1 },
+    Tiling { rows: 64, tokens: 32, lane_rows: 4, lane_tokens: 4, columns: 32, run: 4 },
+    Tiling { rows: 96, tokens: 16, lane_rows: 8, lane_tokens: 2, columns: 64, run: 1 },
+    Tiling { rows: 128, tokens: 48, lane_rows: 4, lane_tokens: 6, columns: 64, run: 3 },
+];
+
+#[test]
+fn tiles_that_many_tokens_share_have_the_cpus_bits() {
+    let Some(gpu) = device() else { return };
+    let mut random = Random(15);
+    for (i, bits) in [2, 3, 4, 5, 6, 8].into_iter().enumerate() {
+        for (j, group) in [16, 32, 64, 128].into_iter().enumerate() {
+            let zero = if (i + j) % 2 == 0 { Zero::Symmetric } else { Zero::Affine };
+            let tiling = TILINGS[(i + j) % 2 * 3];
+            assert_tiled(gpu, coded(bits, group, zero), (37, 150), &[9], tiling, &mut random, |_| {});
+        }
+        let zero = if i % 2 == 0 { Zero::Affine } else { Zero::Symmetric };
+        assert_tiled(gpu, coded(bits, 64, zero), (70, 200), &[1, 33], TILINGS[0], &mut random, |_| {});
+    }
+    for (i, table) in tables().into_iter().enumerate() {
+        assert_tiled(gpu, table, (37, 150), &[3, 40], TILINGS[i], &mut random, |_| {});
+    }
+}
+
+#[test]
+fn many_tokens_of_any_number_have_the_same_bits() {
+    let Some(gpu) = device() else { return };
+    let mut random = Random(16);
+    let q4 = coded(4, 64, Zero::Symmetric);
+    // From few to many and back, by a product as models have them.
+    let counts = [9, 31, 8, 32, 33, 64, 65, 1, 100];
+    assert_coded(gpu, q4, (100, 700), &counts, None, &mut random, |_| {});
+    for tiling in TILINGS {
+        assert_tiled(gpu, q4, (161, 64 * 3 - 5), &[1, 17, 63, 70], tiling, &mut random, |_| {});
+        assert_tiled(gpu, coded(8, 32, Zero::Affine), (33, 130), &[7, 49], tiling, &mut random, |_| {});
+    }
+    for bad in [f32::NAN, f32::INFINITY] {
+        assert_tiled(gpu, q4, (40, 200), &[66], TILINGS[0], &mut random, |x| x[200 * 65 + 30] = bad);
+    }
+}
+
+/// Activations and codes of the largest magnitudes: integers are exact as floats up to the last.
+#[test]
+fn the_largest_sums_of_many_tokens_are_exact() {
+    let Some(gpu) = device() else { return };
+    for zero in [Zero::Symmetric, Zero::Affine] {
+        let (rows, cols, tokens, uniform) = (32, 128, 9, coded(8, 128, zero));
+        let mut bytes = vec![0u8; Encoding::from(uniform).tensor_bytes(rows, cols).unwrap()];
+        for row in 0..ROWS {
+            let codes: Vec<u8> =
+                (0..128).map(|col| if row % 2 == 0 || col % 2 == 0 { 255 } else { 0 }).collect();
+            uniform.write_row(&mut bytes, row, &codes, f32_to_f16(1.0), f32_to_f16(0.5));
+        }
+        let sign = |t: usize, col: usize| if t == 0 || t == 1 && col.is_multiple_of(2) { 1.0 } else { -1.0 };
+        let x: Vec<f32> = (0..tokens * cols).map(|i| sign(i / cols, i % cols)).collect();
+        let expected = cpu_coded(uniform.into(), &bytes, (rows, cols), &x, tokens);
+        let weights = Weights::new(upload(gpu, &bytes), rows, cols, uniform.into());
+        let out = Columns::whole(plane(gpu, &vec![0.0; tokens * rows]), rows);
+        let x = quantised(gpu, &x, tokens, cols, 128);
+        let product = CodedMatmul::tiled(gpu, &weights, &x, &out, 1, TILINGS[3]).unwrap();
+        run(gpu, |step| product.record(step, tokens));
+        assert_same(&floats(gpu, &out.plane), &expected, &zero);
+    }
 }
 
 #[test]

@@ -587,6 +587,22 @@ mod tests {
     }
 
     #[test]
+    fn heads_whose_rows_cannot_be_counted_are_not_read() {
+        let raw = |shape: [usize; 3]| Raw { shard: 0, dtype: Dtype::F32, shape: shape.to_vec(), offset: 0 };
+        let at = "model.layers.0.self_attn";
+        for (k, v) in [([2, 64, usize::MAX], [2, 1, 64]), ([3, 64, usize::MAX / 2], [3, 1, 64])] {
+            let all = HashMap::from([(format!("{at}.unembed_out.weight"), raw(v))]);
+            let mut tensors = HashMap::new();
+            let name = format!("{at}.embed_q.weight");
+            assert!(split(&name, &raw(k), &all, &Packing::Floats, false, &mut tensors));
+            match &tensors[&format!("{at}.kv_b_proj.weight")].form {
+                Err(Unread::Packed(why)) => assert!(why.contains("too many rows"), "{why}"),
+                _ => panic!("{k:?} is read"),
+            }
+        }
+    }
+
+    #[test]
     fn four_bit_floats_are_taken_out_of_their_stack() {
         let dir = tempfile::tempdir().expect("dir");
         let (n, f, groups) = (2, 3, 2);

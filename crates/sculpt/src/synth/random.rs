@@ -19,6 +19,8 @@ pub(crate) mod stream_of {
     pub const OVERLAP: u64 = 8;
     pub const PREDICT: u64 = 9;
     pub const PREDICT_TOKEN: u64 = 10;
+    /// Places of experts in groups.
+    pub const SKEW_PLACE: u64 = 11;
 }
 
 /// SplitMix64 (Steele, Lea, Flood 2014): a counter and a hash, so that a stream can begin anywhere.

@@ -8,9 +8,14 @@
 //!
 //! - skew: the common part of correlation a makes some experts busier than others, for all tokens;
 //! - overlap: two tokens of correlation r have a share of their experts in common.
+//!
+//! Experts are chosen as the engine chooses them. Scores, by softmax or sigmoid, are in the order of the logits, and
+//! biases are zero, so without groups that is by the logits; with groups it is among the groups that rank highest.
 
 use smoe_format::ModelSpec;
+use smoe_format::spec::{GroupScore, GroupSpec, RouterKind};
 
+use super::LOGITS;
 use super::random::{Random, stream_of};
 use super::stream::{RUN, TOPICS, topic_stream, topic_width};
 
@@ -42,17 +47,30 @@ pub struct RoutingStats {
     pub skew: f64,
 }
 
+impl RoutingStats {
+    /// How near to what was asked for a prediction counts as met.
+    pub const TOLERANCE: f64 = 0.03;
+}
+
 /// What decides the choices, the mixture apart.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Router {
     pub n_experts: usize,
     pub top_k: usize,
     pub vocab_size: usize,
+    groups: Option<GroupSpec>,
+    kind: RouterKind,
 }
 
 impl Router {
     pub fn of(spec: &ModelSpec) -> Self {
-        Self { n_experts: spec.moe.n_experts, top_k: spec.moe.top_k, vocab_size: spec.vocab_size }
+        Self {
+            n_experts: spec.moe.n_experts,
+            top_k: spec.moe.top_k,
+            vocab_size: spec.vocab_size,
+            groups: spec.moe.groups,
+            kind: spec.moe.router,
+        }
     }
 
     /// The mixture that comes nearest to what is wanted.
@@ -126,20 +144,27 @@ impl Router {
         let layers = (DRAWS / n).min(MAX_TOKENS).div_ceil(EACH).max(4);
         let (common, own) = (r.sqrt() as f32, (1.0 - r).sqrt() as f32);
         let mut random = Random::new(&[stream_of::SKEW]);
+        let mut places = Random::new(&[stream_of::SKEW_PLACE]);
         let (mut logits, mut chosen, mut uses) = (vec![0.0; n], Vec::new(), vec![0.0; n]);
+        // Where the expert of the largest common part is, and so on: of what groups there are, in any.
+        let mut place: Vec<usize> = (0..n).collect();
         let mut total = 0.0;
         for _ in 0..layers {
             let mut part: Vec<f32> = (0..n).map(|_| random.normal()).collect();
             part.sort_unstable_by(|x, y| y.total_cmp(x));
+            if self.groups.is_some() {
+                (1..n).for_each(|e| place.swap(e, places.below(e as u64 + 1) as usize));
+            }
             uses.fill(0.0);
             for _ in 0..EACH {
-                for (logit, part) in logits.iter_mut().zip(&part) {
-                    *logit = common * part + own * random.normal();
+                for (&place, part) in place.iter().zip(&part) {
+                    logits[place] = common * part + own * random.normal();
                 }
                 self.choose(&logits, &mut chosen);
                 chosen.iter().for_each(|&e| uses[e as usize] += 1.0);
             }
-            total += busiest(&uses);
+            let in_order: Vec<f64> = place.iter().map(|&place| uses[place]).collect();
+            total += busiest(&in_order);
         }
         total / (layers * EACH * self.top_k) as f64
     }
@@ -164,10 +189,25 @@ impl Router {
         shared as f64 / (pairs * self.top_k) as f64
     }
 
-    /// The `top_k` largest of `logits`, ascending by number.
+    /// The `top_k` largest of `logits` among the groups that rank highest, ascending by number.
     fn choose(&self, logits: &[f32], chosen: &mut Vec<u32>) {
         chosen.clear();
-        chosen.extend(0..logits.len() as u32);
+        match self.groups {
+            None => chosen.extend(0..logits.len() as u32),
+            Some(groups) => {
+                let size = logits.len() / groups.n;
+                let mut ranked: Vec<(f32, u32)> = logits
+                    .chunks_exact(size)
+                    .zip(0..)
+                    .map(|(logits, group)| (self.group_score(groups.score, logits), group))
+                    .collect();
+                ranked.sort_unstable_by(|x, y| y.0.total_cmp(&x.0));
+                for &(_, group) in &ranked[..groups.top] {
+                    let first = group * size as u32;
+                    chosen.extend(first..first + size as u32);
+                }
+            }
+        }
         if self.top_k < chosen.len() {
             chosen.select_nth_unstable_by(self.top_k, |&x, &y| {
                 logits[y as usize].total_cmp(&logits[x as usize])
@@ -175,6 +215,22 @@ impl Router {
             chosen.truncate(self.top_k);
         }
         chosen.sort_unstable();
+    }
+
+    /// What a group is ranked by, the same on every machine. Softmax's divisor is the same for all.
+    fn group_score(&self, score: GroupScore, logits: &[f32]) -> f32 {
+        let value = |logit: f32| match self.kind {
+            RouterKind::Softmax => smoe_kernels::exp(LOGITS * logit),
+            RouterKind::Sigmoid => smoe_kernels::sigmoid(LOGITS * logit),
+        };
+        let [mut first, mut second] = [f32::NEG_INFINITY; 2];
+        for &logit in logits {
+            (first, second) = if logit > first { (logit, first) } else { (first, second.max(logit)) };
+        }
+        match score {
+            GroupScore::Best => value(first),
+            GroupScore::BestTwo => value(first) + value(second),
+        }
     }
 }
 

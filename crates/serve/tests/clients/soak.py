@@ -137,6 +137,14 @@ def process(pid):
     return {"descriptors": len(os.listdir(f"/proc/{pid}/fd")), "threads": threads, "rss": rss}
 
 
+async def idle(pid, before):
+    """The process when its threads are those of before: of a pool of blocking work, they end some seconds after it."""
+    end = time.monotonic() + 30
+    while (after := process(pid))["threads"] > before["threads"] and time.monotonic() < end:
+        await asyncio.sleep(0.5)
+    return after
+
+
 async def gauges():
     reader, writer = await connect()
     writer.write(f"GET /metrics HTTP/1.1\r\nhost: {BASE.netloc}\r\nconnection: close\r\n\r\n".encode())
@@ -192,7 +200,7 @@ async def main():
     before = process(args.pid)
     counts = collections.Counter()
     left = await round_of(args.clients, args.seconds, counts)
-    after = process(args.pid)
+    after = await idle(args.pid, before)
     print(f"{args.clients} clients, {args.seconds:g} s: {dict(counts)}")
     print(f"before {before}\nafter  {after}\nKV blocks held {left.get('smoe_kv_blocks_used')}")
     assert counts[200] > 0 and counts[429] > 0, "some were answered, and some told to come again"

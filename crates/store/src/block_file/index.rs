@@ -141,6 +141,17 @@ impl Index {
         true
     }
 
+    /// The slot of a block that is held, to be written anew; `None` if there is none.
+    pub(super) fn reclaim(&mut self, key: u128) -> Option<Claim> {
+        let slot = *self.by_key.get(&key)?;
+        if self.at(slot).writing {
+            return Some(Claim::Busy);
+        }
+        self.take(slot, Slot::Free);
+        self.free.remove(&slot);
+        Some(Claim::Slot { slot, evicted: false })
+    }
+
     /// A slot for a block of this parent: a free one, a new one, or that of the block that gives way.
     pub(super) fn claim(&mut self, parent: u128) -> Claim {
         if let Some(slot) = self.free.pop_first() {
@@ -332,6 +343,26 @@ mod tests {
         put(&mut index, 1, 0);
         put(&mut index, 9, 0);
         assert_eq!(keys(&index), [1, 9]);
+    }
+
+    #[test]
+    fn a_block_is_written_anew_in_its_own_slot_and_keeps_its_place_in_the_tree() {
+        let mut index = Index::new(3);
+        for (key, parent) in [(1, 0), (2, 1), (3, 2)] {
+            put(&mut index, key, parent);
+            index.written(index.find(key).expect("held").0);
+        }
+        assert_eq!(index.reclaim(4), None);
+        let (slot, _) = index.find(2).expect("held");
+        assert_eq!(index.reclaim(2), Some(Claim::Slot { slot, evicted: false }));
+        index.hold(slot, meta(2, 1), 7);
+        assert_eq!(index.find(2).map(|(found, held)| (found, held.payload_crc)), Some((slot, 7)));
+        assert_eq!(index.reclaim(2), Some(Claim::Busy), "while it is being written");
+        index.written(slot);
+        assert_eq!(index.children(1).count(), 1);
+        // Only the last of the chain gives way.
+        put(&mut index, 5, 0);
+        assert_eq!(keys(&index), [1, 2, 5]);
     }
 
     #[test]

@@ -117,7 +117,16 @@ fn run(config: &BlockFileConfig, capacity: usize, seed: u64, steps: usize) -> Mo
                 model.blocks.retain(|block| block.key != key);
                 file.remove(key);
             }
-            18 => assert!(file.poll().is_empty()),
+            18 => {
+                assert!(file.poll().is_empty());
+                if model.touch(key) {
+                    while !file.replace(meta(key), &payload(key)).unwrap() {
+                        file.flush().unwrap();
+                    }
+                    let written = |block: &mut Block| block.put = block.used;
+                    model.blocks.iter_mut().filter(|block| block.key == key).for_each(written);
+                }
+            }
             _ => {
                 let before = file.snapshot();
                 assert_eq!((before.evicted, before.corrupt), (model.evicted, 0));

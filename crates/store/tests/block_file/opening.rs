@@ -1,7 +1,7 @@
 //! A block file as a file: made anew or not, bounds, the lock, permissions, both kinds of I/O.
 
 use crate::{HEADER, PAYLOAD, SLOT, config, get, keys, meta, payload, put};
-use smoe_store::{BlockFile, BlockFileConfig, BlockFileError, DirectIo, OpenMode};
+use smoe_store::{BlockFile, BlockFileConfig, BlockFileError, BlockMeta, DirectIo, OpenMode};
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
@@ -140,4 +140,28 @@ fn lengths_are_checked() {
     let error = file.get(&mut [(1, &mut short)]).unwrap_err();
     assert!(matches!(error, BlockFileError::PayloadLength { .. }), "{error}");
     assert_eq!(keys(&file), [0_u128; 0]);
+}
+
+#[test]
+fn a_block_that_is_replaced_has_its_new_note_and_payload_after_a_restart_too() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("blocks");
+    let (mut file, _) = BlockFile::open(&path, &config(3)).unwrap();
+    (1..=3).for_each(|key| put(&mut file, key));
+    file.flush().unwrap();
+    let new = BlockMeta { note: (*b"once more").into(), ..meta(2) };
+    assert!(file.replace(new.clone(), &payload(77)).unwrap());
+    let check = |file: &mut BlockFile| {
+        let mut bytes = vec![0; PAYLOAD];
+        assert_eq!(file.get(&mut [(2, &mut bytes)]).unwrap(), [true]);
+        assert!(bytes == payload(77));
+        assert!(file.entries().any(|entry| *entry == new));
+        assert_eq!(get(file, &[1, 3]), [true; 2]);
+    };
+    check(&mut file);
+    assert_eq!(file.snapshot().evicted, 0);
+    drop(file);
+    let (mut file, opened) = BlockFile::open(&path, &config(3)).unwrap();
+    assert_eq!((opened.blocks, opened.dropped), (3, 0));
+    check(&mut file);
 }

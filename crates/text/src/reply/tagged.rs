@@ -1,12 +1,14 @@
 //! Calls that name each parameter in markup and give its value as text: Qwen3-Coder, GLM, MiniMax, DeepSeek V3.2.
 //!
 //! The values become JSON by the tool's schema, unless the markup itself says what they are: strings as they come,
-//! everything else when it is complete.
+//! everything else when it is complete. Of a value that is an object or a list, strings may have the marker that would
+//! end it: JSON has no new lines in strings, so one that is never closed ends with its line.
 //! A call that breaks off leaves its object open, as one in JSON does, so that half a call is never taken for a whole
 //! one.
 
 use serde_json::Value as Json;
 
+use super::arguments::Scanner;
 use super::format::{Mark, Marks};
 use super::header::{NAME_LIMIT, is_name};
 use super::output::Output;
@@ -25,8 +27,10 @@ pub(super) struct Style {
     key: Marks,
     /// Between a key and its value; empty where nothing stands there.
     assign: Marks,
-    /// What ends a value, and what makes good a forgotten end: no value may have it.
+    /// What ends a value, and what makes good a forgotten end: no value may have it, but a string of JSON.
     pub(super) value: Marks,
+    /// What does so even there, as it begins with a new line.
+    value_lines: Marks,
     /// The name ends with its line, or at markup.
     named_by_line: bool,
     /// A value stands on lines of its own.
@@ -51,6 +55,11 @@ pub(super) static QWEN: Style = Style {
         ("\n<parameter=", Mark::Key),
         ("\n</function>", Mark::CallEnd),
     ],
+    value_lines: &[
+        ("\n</parameter>", Mark::ValueEnd),
+        ("\n<parameter=", Mark::Key),
+        ("\n</function>", Mark::CallEnd),
+    ],
     named_by_line: false,
     own_lines: true,
 };
@@ -63,6 +72,7 @@ pub(super) static GLM: Style = Style {
     key: &[("</arg_key>", Mark::KeyEnd)],
     assign: &[("<arg_value>", Mark::Value)],
     value: &[("</arg_value>", Mark::ValueEnd)],
+    value_lines: &[("\n<arg_key>", Mark::Key), ("\n</tool_call>", Mark::CallEnd)],
     named_by_line: true,
     own_lines: false,
 };
@@ -86,6 +96,11 @@ pub(super) static MINIMAX: Style = Style {
         ("\n<parameter name=\"", Mark::Key),
         ("\n</invoke>", Mark::CallEnd),
         ("</minimax:tool_call>", Mark::CallEnd),
+    ],
+    value_lines: &[
+        ("\n<parameter name=\"", Mark::Key),
+        ("\n</invoke>", Mark::CallEnd),
+        ("\n</minimax:tool_call>", Mark::CallEnd),
     ],
     named_by_line: false,
     own_lines: false,
@@ -113,6 +128,11 @@ pub(super) static DSML: Style = Style {
         ("</｜DSML｜invoke>", Mark::CallEnd),
         ("</｜DSML｜function_calls>", Mark::CallEnd),
     ],
+    value_lines: &[
+        ("\n<｜DSML｜parameter name=\"", Mark::Key),
+        ("\n</｜DSML｜invoke>", Mark::CallEnd),
+        ("\n</｜DSML｜function_calls>", Mark::CallEnd),
+    ],
     named_by_line: false,
     own_lines: false,
 };
@@ -128,6 +148,7 @@ pub(super) struct Tagged {
     key: String,
     /// What is known of the present value.
     kind: Kind,
+    brackets: Brackets,
     /// Of a string on lines of its own: where its next character stands.
     line: Line,
     /// Parameters passed on.
@@ -160,6 +181,15 @@ enum Kind {
     Json,
 }
 
+/// Whether a value is an object or a list, as far as it is read.
+#[derive(Clone, Debug)]
+enum Brackets {
+    Before,
+    Within(Scanner),
+    /// It is not, or not any more.
+    None,
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Line {
     /// At the beginning: a new line is none of it.
@@ -179,6 +209,7 @@ impl Tagged {
             name,
             key,
             kind: Kind::BySchema,
+            brackets: Brackets::None,
             line: Line::First,
             written: 0,
             only_offered: false,
@@ -208,7 +239,27 @@ impl Tagged {
             Part::Parameters => self.style.parameters,
             Part::Key => self.style.key,
             Part::Assign => self.style.assign,
+            Part::Value if matches!(&self.brackets, Brackets::Within(json) if json.in_string()) => {
+                self.style.value_lines
+            }
             Part::Value => self.style.value,
+        }
+    }
+
+    /// Follows a value that is not known to be a string.
+    fn follow(&mut self, c: char) {
+        let goes_on = match &mut self.brackets {
+            Brackets::None => return,
+            Brackets::Before if c.is_whitespace() => return,
+            Brackets::Before if matches!(c, '{' | '[') => {
+                self.brackets = Brackets::Within(Scanner::after(c));
+                return;
+            }
+            Brackets::Before => false,
+            Brackets::Within(json) => !(c == '\n' && json.in_string()) && !json.take(c),
+        };
+        if !goes_on {
+            self.brackets = Brackets::None;
         }
     }
 
@@ -217,7 +268,10 @@ impl Tagged {
             (Part::Value, Token::Char(c)) => {
                 match self.kind {
                     Kind::String => self.say(c, out),
-                    Kind::BySchema | Kind::Json => self.text.push(c),
+                    Kind::BySchema | Kind::Json => {
+                        self.follow(c);
+                        self.text.push(c);
+                    }
                 }
                 true
             }
@@ -332,6 +386,7 @@ impl Tagged {
     fn begin_value(&mut self, out: &mut Output) {
         self.go_on(Part::Value);
         self.line = Line::First;
+        self.brackets = Brackets::Before;
         if self.kind == Kind::String {
             self.write_key(out);
             out.arguments("\"");

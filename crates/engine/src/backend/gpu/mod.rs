@@ -167,7 +167,7 @@ impl GpuBackend {
         if let Some(list) = &self.ends.everyone {
             self.everyone.truncate(0);
             self.everyone.extend(0..tokens.len() as u32);
-            list.write(&self.gpu, &[(0, 0, &self.everyone)]);
+            list.write(&self.gpu, tokens.len(), &[(0, 0, &self.everyone)]);
         }
         let step = self.recorder.step();
         self.ends.embed.record(step, tokens.len());
@@ -259,7 +259,7 @@ impl GpuBackend {
             }
             Mixer::Heads { rope, attention } => {
                 rope.record(step, tokens);
-                attention.record(step, tokens, seen, visible);
+                attention.record(step, tokens, self.table_starts.len(), seen, visible);
             }
             Mixer::Latent(latent) => latent.record(step, tokens, seen, visible, lone_o.is_none()),
         }
@@ -568,7 +568,7 @@ impl GpuBackend {
             self.submit();
         }
         let Some(moe) = self.layers[layer].ops.moe() else { return };
-        self.lists[self.listed].write(&self.gpu, experts);
+        self.lists[self.listed].write(&self.gpu, self.tokens, experts);
         moe.lists[self.listed].record(self.recorder.step(), self.tokens);
         self.listed += 1;
     }

@@ -332,6 +332,37 @@ fn any_beginning_comes_back_from_the_file() {
 }
 
 #[test]
+fn a_block_whose_window_was_gone_has_it_in_the_file_once_it_was_computed_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = SpillConfig { path: dir.path().join("kv"), max_bytes: 1 << 30 };
+    let said = tokens(0, 320);
+    let mut kv = cache(64 * BLOCK);
+    kv.spill_to(&config, [1; 32]).unwrap();
+    let seq = kv.open().unwrap();
+    kv.reserve(seq, 0, said.len()).unwrap();
+    kv.compute(seq, &said, 0);
+    kv.commit(seq, &said);
+    let blocks = kv.blocks(seq).to_vec();
+    kv.close(seq);
+    blocks.iter().for_each(|&block| kv.windows.as_mut().unwrap().forget(block));
+    while kv.save(usize::MAX) {
+        kv.wait_for_file(Duration::from_secs(60));
+    }
+    assert_eq!(say_all(&mut kv, &said, 300), 0, "no window is whole, in memory or in the file");
+    assert_eq!(kv.flush(Duration::from_secs(60)), 0);
+    assert_eq!(kv.spilled().unwrap().blocks, 10, "each once");
+    drop(kv);
+    let mut kv = cache(64 * BLOCK);
+    assert_eq!(kv.spill_to(&config, [1; 32]).unwrap().blocks, 10);
+    for asked in [160, 320] {
+        let seq = kv.open().unwrap();
+        assert_eq!(kv.adopt(seq, &said[..asked]), asked);
+        kv.check_rows(seq, &said[..asked], "from the file");
+        kv.close(seq);
+    }
+}
+
+#[test]
 fn a_model_without_windows_has_what_it_had() {
     for model in smoe_testkit::TinyModel::every(1) {
         let spec = model.spec;

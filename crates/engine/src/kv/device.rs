@@ -1,0 +1,48 @@
+//! Blocks in a device's memory: here is only who holds which, and what is to be copied there.
+
+use super::{BlockCopy, KvCache, SeqId};
+
+impl KvCache {
+    pub(super) fn copy(&mut self, from: u32, to: u32) {
+        if let Some(copies) = &mut self.device_copies {
+            copies.push(BlockCopy { from, to, is_window: false });
+            return;
+        }
+        let stride = self.geometry.block_stride;
+        let from = from as usize * stride;
+        self.memory.copy_within(from..from + stride, to as usize * stride);
+    }
+
+    /// Keeps the bookkeeping only: blocks lie in a device's memory, and who owns that copies them when
+    /// [`Self::take_copies`] says so. Nothing of them can go to a file.
+    pub fn keep_on_device(&mut self) {
+        self.device_copies = Some(Vec::new());
+    }
+
+    /// The device is lost, and the blocks on it: every sequence is empty, nothing can be found, and blocks lie in this
+    /// memory from here on.
+    pub fn leave_device(&mut self) {
+        self.device_copies = None;
+        for i in 0..self.sequences.len() {
+            self.truncate(SeqId(i as u32), 0);
+        }
+        for id in 0..self.pool.len() as u32 {
+            // Nobody holds it: it was only there to be found.
+            if self.tree.node(id).is_some() {
+                self.unlink(id);
+                self.set_free(id);
+            }
+        }
+    }
+
+    /// True if blocks lie in a device's memory.
+    #[must_use]
+    pub const fn is_on_device(&self) -> bool {
+        self.device_copies.is_some()
+    }
+
+    /// Blocks to be copied there before anything else is written.
+    pub fn take_copies(&mut self) -> impl Iterator<Item = BlockCopy> + '_ {
+        self.device_copies.iter_mut().flat_map(|copies| copies.drain(..))
+    }
+}
