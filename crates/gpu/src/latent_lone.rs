@@ -18,6 +18,9 @@ use crate::{
 /// Splits that each workgroup of [`LatentExit`] joins for itself at most; not measured (EXP-GPU-13).
 const JOINED: usize = 16;
 
+/// Bytes that a workgroup may share of a device that these kernels are made for: the products' own, and a row of the cache.
+const SHARED: u32 = 24 << 10;
+
 /// A row of the cache to be made, as [`LatentAppend`](crate::LatentAppend) makes it.
 #[derive(Clone, Copy, Debug)]
 pub struct LatentRow<'a> {
@@ -43,7 +46,8 @@ fn core(
         weights.rows()
     );
     assert!(rows > 0 && rows.is_multiple_of(ROWS), "{rows} rows of a head");
-    let Some(uniform) = encoding.tiles().filter(|&uniform| can_own(gpu, uniform, cols)) else {
+    let has_room = |uniform| gpu.shared_bytes() >= SHARED && can_own(gpu, uniform, cols);
+    let Some(uniform) = encoding.tiles().filter(|&uniform| has_room(uniform)) else {
         return Ok(None);
     };
     let groups = uniform.groups(cols);

@@ -23,6 +23,7 @@ mod heads;
 mod hidden;
 mod import;
 mod latent;
+mod latent_attention;
 mod latent_lone;
 mod memory;
 mod norm;
@@ -49,9 +50,8 @@ pub use float::FloatMatmul;
 pub use heads::{HeadColumns, HeadInput, HeadMatmul, HeadPlane, HeadTurn};
 pub use hidden::Hidden;
 pub use import::{Keep, Segments};
-pub use latent::{
-    LatentAppend, LatentAttention, LatentCut, LatentInput, LatentLayout, LatentNorm, LatentQueries,
-};
+pub use latent::{LatentAppend, LatentInput, LatentLayout, LatentNorm, LatentQueries};
+pub use latent_attention::{LatentAttention, LatentCut};
 pub use latent_lone::{LatentEntry, LatentExit, LatentRow};
 pub use memory::{Arena, Fork, Slice};
 pub use norm::{Delta, Embed, Halt, MixNorm, NormOutputs, Shared};

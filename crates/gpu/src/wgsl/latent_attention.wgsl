@@ -1,11 +1,12 @@
 // Attention of heads that share a latent, over one split of positions. Workgroups: (split, TILE heads, token).
 //
-// Needs: norm_float.wgsl, fn fma2 and fma4, attention_*.wgsl, latent_units_*.wgsl, latent_each_*.wgsl, attention_split.wgsl or attention_whole.wgsl; const
-// HEADS, THREADS, TILE (heads of a workgroup), AHEAD (units of each of its positions that a lane has on their way), VALUES_AHEAD (rows of values;
-// a multiple of four), KEY_DIM, VALUE_DIM (the first elements of a key), COLUMNS (lanes side by side over a value), ROW (16-byte words of a
-// cache row), NARROW (of four values in 16 bytes), alias Narrow (these four); the buffers keys (vec4<u32>) and values (four elements each)
-// of the same cache, rows (vec4<u32>), tables (u32), queries (vec4<f32>); the lists load_units, take_units, add_heads, leave_scores,
-// take_values, add_weights and end_heads of calls, as in coded.wgsl, which latent.rs appends.
+// Needs: norm_float.wgsl, fn fma2 and fma4, attention_*.wgsl, latent_units_*.wgsl, latent_each_*.wgsl, attention_split.wgsl or
+// attention_whole.wgsl; const HEADS, THREADS, TILE (heads of a workgroup), AHEAD (units of each of its positions that a lane has on their
+// way), VALUES_AHEAD (rows of values; a multiple of four), KEY_DIM, VALUE_DIM (the first elements of a key), COLUMNS (lanes side by side
+// over a value), ROW (16-byte words of a cache row), NARROW (of four values in 16 bytes), ROOM and SLICED (vectors of `scores`, and where
+// those of slices begin), alias Narrow (these four); the buffers keys (vec4<u32>) and values (four elements each) of the same cache, rows
+// (vec4<u32>), tables (u32), queries (vec4<f32>); the lists load_units, take_units, add_heads, leave_scores, take_values, add_weights and
+// end_heads of calls, as in coded.wgsl, which latent_attention.rs appends.
 //
 // A lone token waits for memory, many heads or tokens for arithmetic. So rows go from the cache to registers, many on their way at once, and
 // what a lane has of a row is multiplied by all of the workgroup's heads:
