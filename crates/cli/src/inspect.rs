@@ -190,13 +190,17 @@ fn print_facts(vault: &Vault, facts: &Value) -> Result<(), Failure> {
         );
         let predicted = synthetic.predict(spec, Synthetic::TOKENS);
         say!(
-            "           routing: overlap {:.2}, skew {:.2}, predicted for {} tokens of its stream (asked for {} and {}); \
-             routers' biases and corrections are zero",
+            "           routing: overlap {:.2}, skew {:.2}, predicted for {} tokens of its stream (asked for {} and {}){}",
             predicted.overlap,
             predicted.skew,
             Synthetic::TOKENS,
             routing.overlap,
-            routing.skew
+            routing.skew,
+            if spec.moe.router_bias || spec.moe.correction_bias {
+                "; biases and corrections are zero"
+            } else {
+                ""
+            }
         );
     }
     say!(

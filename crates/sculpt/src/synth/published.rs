@@ -5,8 +5,10 @@
 
 use serde_json::{Value, json};
 
-/// The names, and what makes the config of each.
-pub(super) static PUBLISHED: &[(&str, fn() -> Value)] = &[
+/// A name, and what makes its config.
+type Published = (&'static str, fn() -> Value);
+
+pub(super) static PUBLISHED: &[Published] = &[
     ("qwen3-30b-a3b", || qwen3(2048, 48, [32, 4], 128, 768)),
     ("qwen3-235b-a22b", || qwen3(4096, 94, [64, 4], 128, 1536)),
     ("qwen3-coder-480b-a35b", || {

@@ -26,6 +26,8 @@ const MAX_TOKENS: usize = 1 << 13;
 /// Tokens of a stream on which the statistics are those asked for. Fewer see fewer topics: their overlap is
 /// the same, their skew larger.
 pub(crate) const TOKENS: usize = 4096;
+/// The most times that a mixture which misses what is wanted is mended further.
+const CORRECTIONS: usize = 4;
 /// Halvings of the interval of a correlation.
 const HALVINGS: usize = 12;
 
@@ -50,6 +52,16 @@ pub struct RoutingStats {
 impl RoutingStats {
     /// How near to what was asked for a prediction counts as met.
     pub const TOLERANCE: f64 = 0.03;
+
+    /// Whether a prediction counts as this.
+    fn is_met_by(self, predicted: Self) -> bool {
+        let near = |asked: f64, found: f64| (asked - found).abs() <= Self::TOLERANCE;
+        near(self.overlap, predicted.overlap) && near(self.skew, predicted.skew)
+    }
+
+    fn distance(self, other: Self) -> f64 {
+        (self.overlap - other.overlap).abs() + (self.skew - other.skew).abs()
+    }
 }
 
 /// What decides the choices, the mixture apart.
@@ -77,9 +89,26 @@ impl Router {
     pub fn solve(&self, wanted: RoutingStats) -> Mixture {
         let first = self.solve_for(wanted.overlap, wanted.skew);
         // In a stream the busiest experts are those that turn out to be, and its topics are few: some more
-        // skew than the common part alone gives, taken off once.
+        // skew than the common part alone gives, taken off.
         let more = self.predict(first, TOKENS).skew - wanted.skew;
-        self.solve_for(wanted.overlap, wanted.skew - more)
+        let mut asked = RoutingStats { skew: wanted.skew - more, ..wanted };
+        let mut mixture = self.solve_for(asked.overlap, asked.skew);
+        let mut predicted = self.predict(mixture, TOKENS);
+        // Once is enough for most shapes.
+        for _ in 0..CORRECTIONS {
+            if wanted.is_met_by(predicted) {
+                break;
+            }
+            asked.overlap -= predicted.overlap - wanted.overlap;
+            asked.skew -= predicted.skew - wanted.skew;
+            let next = self.solve_for(asked.overlap, asked.skew);
+            let other = self.predict(next, TOKENS);
+            if wanted.distance(other) >= wanted.distance(predicted) {
+                break;
+            }
+            (mixture, predicted) = (next, other);
+        }
+        mixture
     }
 
     fn solve_for(&self, overlap: f64, skew: f64) -> Mixture {
@@ -260,4 +289,26 @@ fn solve(wanted: f64, f: impl Fn(f64) -> f64) -> f64 {
         if f(middle) < wanted { low = middle } else { high = middle }
     }
     f64::midpoint(low, high)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::synth::Shape;
+
+    #[test]
+    fn the_largest_routers_have_what_is_asked_for() {
+        for (name, overlap, skew) in [
+            ("kimi-k2", 0.46, 0.3),
+            ("kimi-k2", 0.7, 0.35),
+            ("qwen3-next-80b-a3b", 0.7, 0.35),
+            ("deepseek-v3", 0.46, 0.3),
+            ("deepseek-v2", 0.7, 0.35),
+        ] {
+            let wanted = RoutingStats { overlap, skew };
+            let router = Router::of(&Shape::find(name).expect("known").spec);
+            let predicted = router.predict(router.solve(wanted), TOKENS);
+            assert!(wanted.is_met_by(predicted), "{name}: {wanted:?}, {predicted:?}");
+        }
+    }
 }

@@ -256,7 +256,7 @@ impl Tagged {
                 return;
             }
             Brackets::Before => false,
-            Brackets::Within(json) => !(c == '\n' && json.in_string()) && !json.take(c),
+            Brackets::Within(json) => (c != '\n' || !json.in_string()) && !json.take(c),
         };
         if !goes_on {
             self.brackets = Brackets::None;
