@@ -27,6 +27,7 @@ mod memory;
 mod norm;
 mod normed;
 mod plane;
+mod projection;
 mod quantise;
 mod rope;
 mod route;
