@@ -14,9 +14,9 @@ use crate::{Access, CodedPlane, Gpu, GpuError, Op, Shader, Slice, Step};
 pub(crate) const PASSES: [u32; 4] = [1, 2, 4, 8];
 /// Tokens from which on a product shares tiles among many: more than a pass takes (EXP-GPU-12).
 pub(crate) const MANY: usize = 9;
-/// Workgroups of a product of many tokens below which it is cut finer: about as many as large cards have multiprocessors
+/// Workgroups of a product of many tokens below which it is cut finer: more than half of a large card's multiprocessors
 /// (EXP-GPU-12).
-const WORKGROUPS: u32 = 128;
+const WORKGROUPS: u32 = 80;
 
 /// A weight matrix on the device: `rows x cols`, its bytes as in the vault.
 #[derive(Clone, Debug)]

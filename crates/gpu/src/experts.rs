@@ -2,31 +2,29 @@
 //!
 //! `hidden = quantise(activation(gate x, up x))` ([`GateUp`]), `y = down hidden` ([`Down`]), biases added to each product
 //! where there are some. If gate and up are coded alike and down is coded, the first is one kernel; otherwise three, over f32
-//! planes. Coded products of entries of many pairs share tiles that are unpacked once (coded_tiled.wgsl). Of one token that kernel leaves floats, more workgroups having a part in it, and down's workgroups quantise their
-//! expert's each for itself.
+//! planes. Of one token that kernel leaves floats, more workgroups having a part in it, and down's workgroups quantise their
+//! expert's each for itself. Entries of many pairs share tiles that are unpacked once (coded_tiled.wgsl).
 
 use smoe_format::tile::ROWS;
 use smoe_format::{Encoding, Uniform};
 
-use crate::coded::{CodedOp, PASSES, pass_of, passes};
-use crate::cut::{Cut, OWN_ROW, Tuning, can_own};
-use crate::float::FloatCut;
+use crate::coded::{PASSES, pass_of, passes};
+use crate::cut::{Cut, Tuning, can_own};
 use crate::hidden::LONE_PAIRS;
 use crate::hidden::{Lone, Values};
+use crate::projection::{Projection, Rows, X};
 use crate::quantise::{GRID, QUANTISE, Repeated, TO_PLANE, assert_plane, source};
 use crate::tiling::{Tiled, Tiling};
 use crate::{Access, CodedPlane, ExpertLayout, Gpu, GpuError, Hidden, Op, Shader, Slice, Step, WorkList};
 
-const LIST: &str = include_str!("wgsl/experts.wgsl");
-const PRODUCT: &str = include_str!("wgsl/experts_product.wgsl");
-const CODED: &str = include_str!("wgsl/experts_coded.wgsl");
-const FLOAT: &str = include_str!("wgsl/experts_float.wgsl");
+/// The work list.
+pub(crate) const LIST: &str = include_str!("wgsl/experts.wgsl");
 /// From sums of gate and up to hidden values.
 const GATE_UP_HIDDEN: &str = include_str!("wgsl/experts_gate_up_hidden.wgsl");
 /// Threads of a workgroup of what is no product.
 const THREADS: u32 = 256;
 /// Experts of a dispatch that the cut of their products reckons with: a single token's.
-const TIMES: usize = 8;
+pub(crate) const TIMES: usize = 8;
 
 /// A layer's input, in the forms that its experts need: int8 in every group size of coded gates and ups, f32 for
 /// float ones.
@@ -36,192 +34,6 @@ pub struct ExpertInput<'a> {
     pub coded: &'a [&'a CodedPlane],
     /// `[tokens, d_model]` as f32.
     pub float: Option<&'a Slice>,
-}
-
-/// The operand of a projection.
-#[derive(Clone, Copy)]
-enum X<'a> {
-    /// And the f32 rows that a lone token has in its place.
-    Coded(&'a CodedPlane, Option<&'a Slice>),
-    Float(&'a Slice),
-}
-
-/// Whose rows are whose.
-#[derive(Clone, Copy)]
-enum Rows {
-    /// x by the pairs' tokens, the output by place.
-    Tokens,
-    /// x by place, the output by pair.
-    Places,
-}
-
-/// What a projection's kernel has behind its operands.
-struct Tail<'a> {
-    /// Text that adds biases.
-    bias: String,
-    accesses: &'static [Access],
-    /// All of the kernel's.
-    buffers: Vec<&'a Slice>,
-}
-
-impl<'a> Tail<'a> {
-    fn new(
-        layout: &'a ExpertLayout,
-        projection: usize,
-        operands: Vec<&'a Slice>,
-        list: &'a WorkList,
-        out: &'a Slice,
-    ) -> Self {
-        let mut buffers = operands;
-        buffers.extend([&list.entries, &list.pairs, out]);
-        let (bias, biases) = layout.bias(projection, buffers.len());
-        buffers.extend(biases);
-        let accesses: &[Access] = match biases {
-            Some(_) => &[Access::Read, Access::Read, Access::Write, Access::Read],
-            None => &[Access::Read, Access::Read, Access::Write],
-        };
-        Self { bias, accesses, buffers }
-    }
-}
-
-/// One projection of the experts of a list.
-#[derive(Clone, Debug)]
-enum Projection {
-    /// `many` are for entries of many pairs, the largest cut first.
-    Coded {
-        passes: Vec<CodedOp>,
-        many: Vec<(Op, Tiling)>,
-        words: [u32; 5],
-        rows: usize,
-    },
-    Float {
-        passes: Vec<Op>,
-        cut: FloatCut,
-        words: [u32; 4],
-        rows: usize,
-    },
-}
-
-impl Projection {
-    fn new(
-        gpu: &Gpu,
-        layout: &ExpertLayout,
-        projection: usize,
-        slots: &Slice,
-        list: &WorkList,
-        x: X<'_>,
-        rows: Rows,
-        out: &Slice,
-        tuning: Option<Tuning>,
-        tilings: &[Tiling],
-    ) -> Result<Self, GpuError> {
-        let name = ["experts' gate", "experts' up", "experts' down"][projection];
-        let tensor = layout.tensors[projection];
-        let (at, slot) = (tensor.offset as u64, layout.slot_bytes);
-        let top_k = if matches!(rows, Rows::Tokens) { list.top_k as u32 } else { 0 };
-        let by_pair = ("BY_PAIR", u32::from(matches!(rows, Rows::Places)));
-        assert_plane(out, list.most_pairs(), tensor.rows);
-        let words = [tensor.rows as u32, 0, 0, ExpertLayout::piece(at), ExpertLayout::piece(slot)];
-        match (tensor.encoding, x) {
-            (encoding @ (Encoding::Uniform(_) | Encoding::Table(_)), X::Coded(x, lone)) => {
-                let Some(uniform) = encoding.tiles() else { unreachable!("codes are in tiles") };
-                let groups = uniform.groups(tensor.cols);
-                let shape = (tensor.rows, tensor.cols);
-                let passes = passes(list.tokens)
-                    .map(|pass| {
-                        let blocks = tensor.rows.div_ceil(ROWS) * TIMES;
-                        let (cut, operands, own) = if let Some(values) = lone.filter(|_| pass == 1) {
-                            let blocks = tensor.rows.div_ceil(ROWS) * list.top_k;
-                            let tuning =
-                                tuning.unwrap_or_else(|| Tuning::of_lone_down(gpu, encoding, blocks, groups));
-                            (Cut::owning(gpu, uniform, tensor.cols, tuning), vec![slots, values], OWN_ROW)
-                        } else {
-                            let tuning =
-                                tuning.unwrap_or_else(|| Tuning::of(gpu, encoding, blocks, groups, pass));
-                            (Cut::new(gpu, uniform, pass, tuning), vec![slots, &x.codes, &x.cells], "")
-                        };
-                        let at = operands.len() as u32;
-                        let extra = [("LIST", at), ("OUT", at + 2), ("TOP_K", top_k), by_pair];
-                        let Tail { bias, accesses, buffers } =
-                            Tail::new(layout, projection, operands, list, out);
-                        let parts = [own, LIST, PRODUCT, &bias, CODED];
-                        CodedOp::new(
-                            gpu, name, encoding, cut, shape, TIMES, &extra, &parts, accesses, &buffers,
-                        )
-                    })
-                    .collect::<Result<_, _>>()?;
-                let repeated = Repeated::on(gpu)?;
-                let many = tilings
-                    .iter()
-                    .filter_map(|tiling| Tiled::new(gpu, encoding, *tiling).filter(|_| has_many(list)))
-                    .map(|tiled| {
-                        let (mut constants, core) = tiled.core(repeated);
-                        constants.extend([("LIST", 3), ("OUT", 5), ("TOP_K", top_k), by_pair]);
-                        let operands = vec![slots, &x.codes, &x.cells];
-                        let Tail { bias, accesses, buffers } =
-                            Tail::new(layout, projection, operands, list, out);
-                        let text = [include_str!("wgsl/experts_tiled.wgsl"), &tiled.rows(repeated)];
-                        let parts = [&core, LIST, PRODUCT, &bias, text[0], text[1]];
-                        let kernel = gpu.kernel(&Shader {
-                            name: &format!("{name}, many tokens"),
-                            source: source(gpu, &constants, &parts)?.into(),
-                            bindings: &[&[Access::Read; 3], accesses].concat(),
-                        })?;
-                        Ok((gpu.bind(&kernel, &buffers)?, tiled.tiling))
-                    })
-                    .collect::<Result<_, GpuError>>()?;
-                let words = [words[0], groups as u32, 0, words[3], words[4]];
-                Ok(Self::Coded { passes, many, words, rows: tensor.rows })
-            }
-            (Encoding::F32 | Encoding::F16 | Encoding::Bf16, X::Float(x)) => {
-                let cut = FloatCut::new(tensor.rows * TIMES);
-                let extra = [("LIST", 2), ("OUT", 4), ("TOP_K", top_k), by_pair];
-                let Tail { bias, accesses, buffers } =
-                    Tail::new(layout, projection, vec![slots, x], list, out);
-                let parts = [LIST, PRODUCT, &bias, FLOAT];
-                let matrix = (tensor.encoding, tensor.cols);
-                let passes = passes(list.tokens)
-                    .map(|pass| cut.op(gpu, name, matrix, pass, &extra, &parts, accesses, &buffers))
-                    .collect::<Result<_, _>>()?;
-                let words = [words[0], tensor.cols as u32, words[3], words[4]];
-                Ok(Self::Float { passes, cut, words, rows: tensor.rows })
-            }
-            (encoding, _) => panic!("{name} is {encoding}, its operand is not"),
-        }
-    }
-
-    fn record(&self, step: &mut Step, tokens: usize, list: &WorkList) {
-        let pass = pass_of(tokens);
-        let [entries, parts] = list.grid(tokens, PASSES[pass]);
-        match self {
-            Self::Coded { many, words, rows, .. } if is_of_many(list, tokens) && !many.is_empty() => {
-                let mean = tokens * list.top_k / list.n_experts;
-                let fits = many.iter().find(|(_, tiling)| tiling.is_filled(mean));
-                let (op, tiling) = fits.unwrap_or(&many[many.len() - 1]);
-                let words = [words[0], words[1], words[3], words[4]];
-                let [entries, parts] = list.grid(tokens, tiling.tokens);
-                step.run(op, &words, [(*rows as u32).div_ceil(tiling.rows), entries, parts]);
-            }
-            Self::Coded { passes, words, rows, .. } => {
-                let CodedOp { op, blocks } = &passes[pass];
-                let words = [words[0], words[1], *blocks, words[3], words[4]];
-                step.run(op, &words, [(rows.div_ceil(ROWS) as u32).div_ceil(*blocks), entries, parts]);
-            }
-            Self::Float { passes, cut, words, rows } => {
-                step.run(&passes[pass], words, [cut.grid(*rows), entries, parts]);
-            }
-        }
-    }
-}
-
-/// Whether entries of a list of so many tokens are of many pairs.
-const fn is_of_many(list: &WorkList, tokens: usize) -> bool {
-    list.entry_pairs(tokens) > PASSES[PASSES.len() - 1] as usize
-}
-
-/// Whether they can be.
-const fn has_many(list: &WorkList) -> bool {
-    is_of_many(list, list.tokens)
 }
 
 /// Whether the hidden values of a lone token stay floats that down quantises.
@@ -360,7 +172,7 @@ impl GateUp {
         // A part of many tokens is whole groups of hidden values too.
         let tiling = Tiling { rows: tiling.rows.max(2 * down.group() as u32), lane_rows: 8, ..tiling };
         let part_of_many = tiling.rows / (2 * ROWS as u32);
-        let many = match Tiled::new(gpu, encoding, tiling).filter(|_| has_many(list)) {
+        let many = match Tiled::new(gpu, encoding, tiling).filter(|_| list.can_be_of_many()) {
             Some(tiled) => {
                 let repeated = Repeated::on(gpu)?;
                 let (mut constants, core) = tiled.core(repeated);
@@ -429,7 +241,7 @@ impl GateUp {
                 assert_plane(x, list.tokens, layout.d_model());
                 X::Float(x)
             };
-            Projection::new(gpu, layout, i, slots, list, x, Rows::Tokens, out, None, &Tiling::EXPERTS)
+            Projection::new(gpu, layout, i, slots, list, x, Rows::Tokens, out, None, None)
         };
         let (gate, up) = (projection(0, gates)?, projection(1, ups)?);
         let (group, groups, text, outputs) = match &hidden.values {
@@ -471,7 +283,7 @@ impl GateUp {
             How::Fused { lone: Some((op, words)), blocks, .. } if tokens == 1 => {
                 step.run(op, words, [2 * *blocks, entries, 1]);
             }
-            How::Fused { many: Some((op, tiling, part)), words, blocks, .. } if is_of_many(list, tokens) => {
+            How::Fused { many: Some((op, tiling, part)), words, blocks, .. } if list.is_of_many(tokens) => {
                 let [entries, parts] = list.grid(tokens, tiling.tokens);
                 step.run(op, words, [blocks.div_ceil(*part), entries, parts]);
             }
@@ -585,8 +397,7 @@ impl Down {
             }
             (None, Values::Coded(..)) => panic!("down takes floats"),
         };
-        let tilings = tiling.as_ref().map_or(&Tiling::EXPERTS[..], std::slice::from_ref);
-        let product = Projection::new(gpu, layout, 2, slots, list, x, Rows::Places, y, tuning, tilings)?;
+        let product = Projection::new(gpu, layout, 2, slots, list, x, Rows::Places, y, tuning, tiling)?;
         Ok(Self { list: list.clone(), product })
     }
 

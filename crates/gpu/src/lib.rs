@@ -29,6 +29,7 @@ mod memory;
 mod norm;
 mod normed;
 mod plane;
+mod projection;
 mod prompt;
 mod quantise;
 mod rope;

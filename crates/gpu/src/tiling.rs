@@ -1,7 +1,7 @@
 //! How coded products of many tokens are cut: [`Tiling`], and what follows from it for a kernel's text.
 
 use smoe_format::tile::ROWS;
-use smoe_format::{Encoding, Zero};
+use smoe_format::{Encoding, Uniform, Zero};
 
 use crate::Gpu;
 use crate::cut::{TILES, code_constants};
@@ -37,11 +37,17 @@ impl Tiling {
     /// Of experts' gate and up: of rows whole groups of down's hidden values, at least as many as here (EXP-GPU-12).
     pub(crate) const GATE_UP: Self =
         Self { rows: 128, tokens: 32, lane_rows: 8, lane_tokens: 4, columns: 128, run: 2 };
-    /// Of other products of experts, the largest first (EXP-GPU-12).
-    pub(crate) const EXPERTS: [Self; 2] = [
+    /// Of other products of experts, the largest first.
+    const EXPERTS: &'static [Self] = &[
         Self { rows: 64, tokens: 64, lane_rows: 4, lane_tokens: 8, columns: 128, run: 2 },
         Self { rows: 128, tokens: 32, lane_rows: 8, lane_tokens: 4, columns: 64, run: 2 },
     ];
+
+    /// Of products of experts but gate and up together, the largest first: one where groups are short, whose ends lanes of four rows
+    /// take better (EXP-GPU-12).
+    pub(crate) const fn of_experts(uniform: Uniform) -> &'static [Self] {
+        if uniform.group() < 64 { Self::EXPERTS.split_at(1).0 } else { Self::EXPERTS }
+    }
 
     /// Whether so many tokens leave no half of it idle.
     pub(crate) const fn is_filled(self, tokens: usize) -> bool {

@@ -77,12 +77,22 @@ impl WorkList {
         if are_many { MANY_PAIRS } else { PAIRS }
     }
 
+    /// Whether entries of a list of so many tokens are of many pairs.
+    pub(crate) const fn is_of_many(&self, tokens: usize) -> bool {
+        self.entry_pairs(tokens) > PAIRS
+    }
+
+    /// Whether there is room for so many tokens that they are.
+    pub(crate) const fn can_be_of_many(&self) -> bool {
+        self.is_of_many(self.tokens)
+    }
+
     /// A grid's most entries of such a list, and the parts that kernels of so many tokens take them in.
     pub(crate) fn grid(&self, tokens: usize, at_once: u32) -> [u32; 2] {
         assert!(tokens <= self.tokens, "{tokens} tokens of {}", self.tokens);
         let (pairs, most) = (tokens * self.top_k, self.entry_pairs(tokens));
         let entries = pairs.min(self.n_experts + pairs / most);
-        // Where there are fewer tokens than eight, no entry has more.
+        // No entry has more pairs than there are tokens.
         let parts = if tokens <= PAIRS { 1 } else { (most as u32).div_ceil(at_once) };
         [entries as u32, parts]
     }

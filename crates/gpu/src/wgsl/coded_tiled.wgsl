@@ -4,21 +4,22 @@
 // A workgroup has ROWS rows and up to TOKENS tokens, and goes along them stage by stage, STAGE groups each. Of a stage it
 // leaves in shared memory the rows' codes, unpacked to signed bytes once, and the tokens' activations. Each lane multiplies
 // QUADS times four rows by LANE_TOKENS tokens from there, four columns an operation; its integers become floats once a group,
-// with one fused multiply-add into sums that never leave it. What the next stage needs is on its way from memory meanwhile.
+// for the definition's multiply-adds into sums that never leave it. What the next stage needs is on its way from memory meanwhile.
 //
 // What is indexed by a literal, once all is inlined, lives in registers: hence the lists of calls in place of loops, `..s` of
 // what is here by the item or the token, which tiling.rs appends. Token t of a lane is token `t * TOKEN_LANES + lane / ROW_LANES`
 // of the workgroup: where there are fewer tokens lanes have fewer, and a way of their own along a stage.
 //
-// Needs: those lists; fn multiply, of coded_tiled_multiply.wgsl; coded_tiles.wgsl; fn levels; fn block_at, where a block of 32 of the rows begins, in pieces; fn input_row,
-// the row of the plane that is a token; fn fma4; consts THREADS, ROWS, TOKENS, QUADS, LANE_TOKENS, STAGE, BUFFERS (of what is
-// shared: with two a stage costs one barrier), CODE_ITEMS, INPUT_ITEMS, CELL_ITEMS (of a lane, in a stage).
+// Needs: those lists; fn multiply, of coded_tiled_multiply.wgsl; coded_tiles.wgsl; fn levels; fn block_at, where a block of 32 of
+// the rows begins, in pieces; fn input_row, the row of the plane that is a token; fn fma4; consts THREADS, ROWS, TOKENS, QUADS,
+// LANE_TOKENS, STAGE, BUFFERS (of what is shared: with two a stage costs one barrier), CODE_ITEMS, INPUT_ITEMS, CELL_ITEMS (of a
+// lane, in a stage).
 
 @group(0) @binding(1) var<storage, read> x_codes: array<vec4<u32>>;
 @group(0) @binding(2) var<storage, read> x_cells: array<vec2<u32>>;
 
-// Rows come by four, columns by four: a unit. Lines of four rows each, padded so that lanes that leave codes of neighbouring units
-// do not meet in a bank.
+// Rows come by four, columns by four: a unit. What is shared of a unit is a piece for each four rows, padded so that lanes that leave
+// those of neighbouring units do not meet in a bank.
 const FOURS: u32 = ROWS / 4u;
 const PITCH: u32 = FOURS + 4u;
 const UNITS: u32 = TILE_GROUP / 4u;
@@ -29,7 +30,7 @@ const CODES: u32 = FOURS / 2u * UNITS * STAGE;
 const SCALES: u32 = FOURS / 2u * STAGE;
 const INPUTS: u32 = TOKENS * SPANS * STAGE;
 const CELLS: u32 = TOKENS * STAGE;
-// Pieces that share a register's name.
+// Whether the codes of a unit are in two lines.
 const SECOND: bool = LOW == 8u || HIGH > 0u;
 
 // 1.5 * 2^23: added to the bits of this, an integer of up to 22 bits and a sign is the same number more, as a float.
@@ -75,7 +76,7 @@ alias Sums = array<vec4<f32>, QUADS * LANE_TOKENS>;
 // Sixteen columns of a lane's rows.
 alias Span = array<vec4<u32>, 4u * QUADS>;
 
-// Lanes past the last item repeat it.
+// Lanes past the last item repeat it, and leave the same in the same place.
 fn code_item(lane: u32, k: u32) -> u32 {
     return min(k * THREADS + lane, CODES - 1u);
 }
