@@ -428,6 +428,8 @@ impl Attention {
             _ if tokens * splits * shared < FEW_WORKGROUPS => (&self.narrow, 1, each),
             _ => (&self.single, 1, shared),
         };
+        // Rounds of whole tiles, if there is room for one.
+        let at_once = if at_once > tile { at_once / tile * tile } else { at_once };
         let mut first = 0;
         while first < tokens {
             let end = tokens.min(first + at_once);

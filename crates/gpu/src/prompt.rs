@@ -2,6 +2,7 @@
 
 use crate::attention::{AttentionHeads, AttentionScratch, SPLIT, THREADS};
 use crate::norm::Draft;
+use crate::quantise::Repeated;
 use crate::rope::{KvLayout, Rows};
 use crate::shader::{Access, Op};
 use crate::{Gpu, GpuError, Slice};
@@ -54,6 +55,64 @@ impl Cut {
             piece,
             stage,
         })
+    }
+
+    /// The functions of all items of a lane.
+    fn lists(&self, kv: KvLayout, repeated: Repeated) -> String {
+        let (vectors, parts) = (self.queries / 4, kv.format.words());
+        let (held, mine) = (vectors * SPLIT / self.threads, vectors * self.columns / self.threads);
+        let [keys, queries, values] = [SPLIT * self.piece / parts, self.queries * self.piece, VALUES]
+            .map(|items| items.div_ceil(self.threads));
+        let calls =
+            |head: &str, n: usize, call: &dyn Fn(&str) -> String| repeated.calls(head, n as u32, call);
+        [
+            calls("read_keys(ahead: ptr<function, KeysAhead>, run: Run, kv_head: u32, chain: u32, piece: u32, lane: u32)", keys, &|j| {
+                format!("read_key(ahead, run, kv_head, chain, piece, lane, {j});")
+            }),
+            calls("stage_parts(wide: ptr<function, array<vec4<f32>, PARTS>>, item: u32)", parts, &|part| {
+                format!("stage_part(wide, item, {part});")
+            }),
+            calls("stage_keys(ahead: ptr<function, KeysAhead>, lane: u32)", keys, &|j| {
+                format!("stage_key(ahead, lane, {j});")
+            }),
+            calls(
+                "read_queries(ahead: ptr<function, QueriesAhead>, run: Run, kv_head: u32, tile: u32, chain: u32, piece: u32, lane: u32)",
+                queries,
+                &|j| format!("read_query(ahead, run, kv_head, tile, chain, piece, lane, {j});"),
+            ),
+            calls("stage_queries(ahead: ptr<function, QueriesAhead>, lane: u32)", queries, &|j| {
+                format!("stage_query(ahead, lane, {j});")
+            }),
+            calls("multiply_positions(acc: ptr<function, Held>, word: Word, at: u32)", held, &|j| {
+                format!("multiply_position(acc, word, at, {j});")
+            }),
+            calls(
+                "end_positions(acc: ptr<function, Held>, kept: ptr<function, Held>, chain: u32, vector: u32, across: u32)",
+                held,
+                &|j| format!("end_position(acc, kept, chain, vector, across, {j});"),
+            ),
+            calls("read_values(ahead: ptr<function, ValuesAhead>, run: Run, kv_head: u32, first: u32, lane: u32)", values, &|j| {
+                format!("read_value(ahead, run, kv_head, first, lane, {j});")
+            }),
+            calls("stage_values(ahead: ptr<function, ValuesAhead>, lane: u32)", values, &|j| {
+                format!("stage_value(ahead, lane, {j});")
+            }),
+            calls("add_vectors(sums: ptr<function, Mine>, x: vec4<f32>, at: u32)", mine, &|v| {
+                format!("add_vector(sums, x, at, {v});")
+            }),
+            calls("add_maskeds(sums: ptr<function, Mine>, x: vec4<f32>, at: u32)", mine, &|v| {
+                format!("add_masked(sums, x, at, {v});")
+            }),
+            calls("end_slices(sums: ptr<function, Mine>, slice: ptr<function, Mine>)", 4 * mine, &|q| {
+                format!("end_slice(sums, slice, {q});")
+            }),
+            calls(
+                "leave_sums(sums: ptr<function, Mine>, run: Run, kv_head: u32, tile: u32, split: u32, mine: u32, column: u32)",
+                4 * mine,
+                &|q| format!("leave_sum(sums, run, kv_head, tile, split, mine, column, {q});"),
+            ),
+        ]
+        .concat()
     }
 
     /// Bytes that a workgroup shares.
@@ -111,7 +170,8 @@ pub(crate) fn op(
         .float(64, gpu.team(64))
         .text(kv.format.widen())
         .text(include_str!("wgsl/attention_split.wgsl"));
-    let op = draft.loose_op(gpu, "attention, prompt", include_str!("wgsl/attention_prompt.wgsl"))?;
+    let source = [include_str!("wgsl/attention_prompt.wgsl"), &cut.lists(kv, Repeated::on(gpu)?)].concat();
+    let op = draft.loose_op(gpu, "attention, prompt", &source)?;
     Ok(Some((op, tile)))
 }
 

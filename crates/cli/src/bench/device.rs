@@ -15,10 +15,10 @@ use smoe_engine::DeviceChoice;
 use smoe_format::spec::Activation;
 use smoe_format::{Encoding, LayerTable, Table, TensorEntry, Uniform, Zero};
 use smoe_gpu::{
-    Access, AttentionOutputs, AttentionScratch, CodedMatmul, CodedPlane, Columns, CopyKernel, DeviceKind,
-    Down, ExpertInput, ExpertLayout, FloatMatmul, GateUp, Gpu, GpuError, HeadMatmul, HeadPlane, Hidden,
-    KV_BLOCK, KvFormat, LatentAttention, LatentLayout, Links, Quantise, Rows, Shader, Slice, Software, Step,
-    Weights, WorkList,
+    Access, Attention, AttentionHeads, AttentionOutputs, AttentionScratch, CodedMatmul, CodedPlane, Columns,
+    CopyKernel, DeviceKind, Down, ExpertInput, ExpertLayout, FloatMatmul, GateUp, Gpu, GpuError, HeadMatmul,
+    HeadPlane, Hidden, KV_BLOCK, KvFormat, KvLayout, LatentAttention, LatentLayout, Links, Quantise, Rows,
+    Shader, Slice, Software, Step, Weights, WorkList,
 };
 
 use super::record::{Record, rounded};
@@ -238,7 +238,11 @@ impl Bench {
         }
         self.experts(b30, 512, Of::Many(128))?;
         self.experts(b30, 2048, Of::Many(128))?;
-        self.experts(gpt_oss, 512, Of::Many(32))
+        self.experts(gpt_oss, 512, Of::Many(32))?;
+        for (tokens, before) in [(512, 0), (512, 1536), (64, 2048)] {
+            self.attention("30b", tokens / scale, before / scale)?;
+        }
+        Ok(())
     }
 
     /// Seconds of one of the dispatches that `record` records, given its number.
@@ -360,6 +364,12 @@ impl Bench {
         Ok(())
     }
 
+    fn words(&self, words: &[u32]) -> Result<Slice, GpuError> {
+        let slice = self.gpu.buffer("words", 4 * words.len() as u64)?;
+        self.gpu.write(&slice, 0, &words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<_>>());
+        Ok(slice)
+    }
+
     fn x(&self, tokens: usize, cols: usize) -> Result<Slice, GpuError> {
         let x: Vec<u8> = (0..tokens * cols)
             .flat_map(|i| (((i * 7919) % 1009) as f32 / 500.0 - 1.0).to_le_bytes())
@@ -448,6 +458,44 @@ impl Bench {
         Ok(())
     }
 
+    /// Attention of a prompt's tokens behind others of theirs: 32 query heads over 4 kv heads of 128, in halves. Keys and values
+    /// count once.
+    fn attention(&mut self, name: &str, tokens: usize, before: usize) -> Result<(), GpuError> {
+        let n_kv_heads = if self.small { 1 } else { 4 };
+        let n_heads = 8 * n_kv_heads;
+        let kv = KvLayout { format: KvFormat::F16, n_kv_heads, head_dim: 128, value_dim: 128 };
+        let visible = before + tokens;
+        let blocks = visible.div_ceil(KV_BLOCK);
+        let bytes = (blocks * kv.block_bytes()) as u64;
+        // Layers take turns, as in a model.
+        let caches = (0..(self.cold / bytes / 4).clamp(1, 48))
+            .map(|_| self.gpu.buffer("keys and values", bytes))
+            .collect::<Result<Vec<_>, _>>()?;
+        let rows = (before..visible).flat_map(|position| [position as u32, 0, 0, 0]).collect::<Vec<_>>();
+        let (rows, tables) = (self.words(&rows)?, self.words(&(0..blocks as u32).collect::<Vec<_>>())?);
+        let rows = Rows { rows: &rows, tables: &tables };
+        let queries = self.x(tokens, n_heads * kv.head_dim)?;
+        let scratch = AttentionScratch::new(&self.gpu, n_heads, kv.value_dim, visible, 64 << 20)?;
+        let out = self.gpu.buffer("out", (4 * tokens * n_heads * kv.value_dim) as u64)?;
+        let heads = AttentionHeads { n_heads, scale: 0.09, sinks: None };
+        let attention = |cache: &Slice| {
+            let outputs = AttentionOutputs { plane: Some(&out), coded: None };
+            Attention::new(&self.gpu, tokens, kv, heads, &queries, cache, rows, &scratch, outputs, None)
+        };
+        let all = caches.iter().map(attention).collect::<Result<Vec<_>, _>>()?;
+        let seen = (before + 1..=visible).sum::<usize>();
+        let macs = (seen * n_heads * (kv.head_dim + kv.value_dim)) as f64;
+        let what = format!("{name} attention after {before} positions");
+        self.product(
+            &what,
+            tokens,
+            ((visible * 2 * kv.n_kv_heads * kv.row_bytes()) as u64, macs),
+            &|step, i| {
+                all[i % all.len()].record(step, tokens, 1, visible, visible);
+            },
+        )
+    }
+
     /// Attention of DeepSeek's shapes over latents in halves, of tokens that see as many positions: their rows count once for each
     /// token.
     fn latent(&mut self, name: &str, heads: usize, visible: usize, tokens: usize) -> Result<(), GpuError> {
@@ -458,13 +506,8 @@ impl Bench {
         let caches = (0..(self.cold / bytes / 4).clamp(1, 61))
             .map(|_| self.gpu.buffer("latents", bytes))
             .collect::<Result<Vec<_>, _>>()?;
-        let upload = |words: &[u32]| -> Result<Slice, GpuError> {
-            let slice = self.gpu.buffer("rows", 4 * words.len() as u64)?;
-            self.gpu.write(&slice, 0, &words.iter().flat_map(|w| w.to_le_bytes()).collect::<Vec<_>>());
-            Ok(slice)
-        };
-        let row = [visible as u32 - 1, 0, 0, 0];
-        let (rows, tables) = (upload(&row.repeat(tokens))?, upload(&(0..blocks as u32).collect::<Vec<_>>())?);
+        let rows = [visible as u32 - 1, 0, 0, 0].repeat(tokens);
+        let (rows, tables) = (self.words(&rows)?, self.words(&(0..blocks as u32).collect::<Vec<_>>())?);
         let rows = Rows { rows: &rows, tables: &tables };
         let queries = self.x(tokens, heads * kv.key_dim())?;
         let scratch = AttentionScratch::new(&self.gpu, heads, kv.kv_rank, visible, 64 << 20)?;

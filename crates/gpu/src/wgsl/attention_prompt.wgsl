@@ -2,7 +2,8 @@
 // products of matrices through shared memory. Workgroups: (split, kv head, tile of tokens).
 //
 // Needs: what attention.wgsl needs but GROUPS, and attention_split.wgsl; const THREADS, SLICES (attention.wgsl's), PIECE (words of
-// a chain that are staged at once), STAGED (rows of values that are), STAGE (vectors of what is staged).
+// a chain that are staged at once), STAGED (rows of values that are), STAGE (vectors of what is staged); those
+// lists.
 //
 // Every sum has the order that it has in attention.wgsl, and so its bits:
 //
@@ -10,6 +11,9 @@
 //               chain after the other: (0 + 1) + (2 + 3)
 //     weights   a lane for a position, four queries after the other: subgroups are the same
 //     sums      a lane for four columns of some queries. What there is a lane of a slice is here a slice after the other
+//
+// What is indexed by a literal, once all is inlined, lives in registers: hence functions of an item, and of `..s` of them, which
+// prompt.rs appends, in place of loops.
 
 struct Params { first: u32, end: u32, splits: u32, scale: f32, low: u32, nothing: u32 }
 var<immediate> p: Params;
@@ -50,6 +54,27 @@ var<workgroup> tile_rows: array<vec4<u32>, TILE>;
 var<workgroup> bounds: array<vec2<u32>, TILE>;
 var<workgroup> blocks: array<u32, SPLIT / BLOCK>;
 
+alias Held = array<vec4<f32>, HELD>;
+alias Mine = array<vec4<f32>, 4u * MINE>;
+alias KeysAhead = array<vec4<u32>, KEYS_AHEAD>;
+alias QueriesAhead = array<vec4<f32>, QUERIES_AHEAD>;
+alias ValuesAhead = array<Narrow, VALUES_AHEAD>;
+
+/// A run of tokens of one session whose splits are the same ones.
+struct Run {
+    // Its tokens, of the tile.
+    begin: u32,
+    to: u32,
+    // Positions that one of them sees at least, and those that all see.
+    start: u32,
+    end: u32,
+    all_from: u32,
+    all_to: u32,
+}
+
+// A word of four queries, by element.
+struct Word { x: vec4<f32>, y: vec4<f32>, z: vec4<f32>, w: vec4<f32> }
+
 /// With the device's own fma, as in attention.wgsl.
 fn loose4(a: vec4<f32>, b: vec4<f32>, c: vec4<f32>) -> vec4<f32> {
     return fma(a, b, c);
@@ -66,24 +91,148 @@ fn chunk_of(chain: u32, piece: u32, i: u32) -> u32 {
     return 4u * (piece * (PIECE / PARTS) + i) + chain;
 }
 
-/// Which of four queries see a position: those of this run of tokens that do.
+/// Whether a query of this run of tokens sees a position.
+fn sees(query: u32, position: u32) -> bool {
+    let token = query / PER_KV;
+    let bound = bounds[min(token, TILE - 1u)];
+    return token < TILE && position >= bound.x && position < bound.y;
+}
+
 fn seen_by(vector: u32, position: u32) -> vec4<bool> {
+    let query = 4u * vector;
     if (PER_KV % 4u == 0u) {
-        let bound = bounds[min(4u * vector / PER_KV, TILE - 1u)];
-        return vec4(position >= bound.x && position < bound.y);
+        return vec4(sees(query, position));
     }
-    var seen: vec4<bool>;
-    for (var i = 0u; i < 4u; i++) {
-        let token = (4u * vector + i) / PER_KV;
-        let bound = bounds[min(token, TILE - 1u)];
-        seen[i] = token < TILE && position >= bound.x && position < bound.y;
-    }
-    return seen;
+    return vec4(
+        sees(query, position),
+        sees(query + 1u, position),
+        sees(query + 2u, position),
+        sees(query + 3u, position),
+    );
 }
 
 /// The row in place `i` of the order in which rows are added: slice by slice.
 fn position_of(i: u32) -> u32 {
     return i / PER_SLICE + SLICES * (i % PER_SLICE);
+}
+
+fn read_key(ahead: ptr<function, KeysAhead>, run: Run, kv_head: u32, chain: u32, piece: u32, lane: u32, j: u32) {
+    let i = min(j * THREADS + lane, KEY_CHUNKS - 1u);
+    let position = clamp(i / (PIECE / PARTS), run.start, run.end - 1u);
+    (*ahead)[j] = keys[row_at(0u, kv_head, position) + chunk_of(chain, piece, i % (PIECE / PARTS))];
+}
+
+fn stage_part(wide: ptr<function, array<vec4<f32>, PARTS>>, i: u32, part: u32) {
+    let word = i % (PIECE / PARTS) * PARTS + part;
+    stage[word * KEY_STRIDE + i / (PIECE / PARTS)] = (*wide)[part];
+}
+
+fn stage_key(ahead: ptr<function, KeysAhead>, lane: u32, j: u32) {
+    let i = j * THREADS + lane;
+    if (KEY_CHUNKS % THREADS == 0u || i < KEY_CHUNKS) {
+        var wide = widen_key((*ahead)[j]);
+        stage_parts(&wide, i);
+    }
+}
+
+fn read_query(ahead: ptr<function, QueriesAhead>, run: Run, kv_head: u32, tile: u32, chain: u32, piece: u32, lane: u32, j: u32) {
+    let i = min(j * THREADS + lane, QUERIES * PIECE - 1u);
+    // Queries that are not there repeat one that is.
+    let query = min(i / PIECE, TILE * PER_KV - 1u);
+    let token = tile + clamp(query / PER_KV, run.begin, run.to - 1u);
+    let word = chunk_of(chain, piece, i % PIECE / PARTS) * PARTS + i % PARTS;
+    let head = kv_head * PER_KV + query % PER_KV;
+    (*ahead)[j] = queries[(token * HEADS + head) * QUERY_WORDS + word];
+}
+
+fn stage_query(ahead: ptr<function, QueriesAhead>, lane: u32, j: u32) {
+    let i = j * THREADS + lane;
+    if ((QUERIES * PIECE) % THREADS == 0u || i < QUERIES * PIECE) {
+        stage[PIECE * KEY_STRIDE + i % PIECE * QUERY_STRIDE + i / PIECE] = (*ahead)[j];
+    }
+}
+
+/// A word of the queries times that of a lane's position `j`.
+fn multiply_position(acc: ptr<function, Held>, word: Word, at: u32, j: u32) {
+    let key = stage[at + ABREAST * j];
+    var sum = (*acc)[j];
+    sum = loose4(vec4(key.x), word.x, sum);
+    sum = loose4(vec4(key.y), word.y, sum);
+    sum = loose4(vec4(key.z), word.z, sum);
+    (*acc)[j] = loose4(vec4(key.w), word.w, sum);
+}
+
+/// A chain has ended. The sum of two lies where it becomes the score: three at once would take registers.
+fn end_position(acc: ptr<function, Held>, kept: ptr<function, Held>, chain: u32, vector: u32, across: u32, j: u32) {
+    let position = ABREAST * j + across;
+    let at = vector * SPLIT + position;
+    if (chain % 2u == 0u) {
+        (*kept)[j] = (*acc)[j];
+    } else if (chain == 1u) {
+        scores[at] = (*kept)[j] + (*acc)[j];
+    } else {
+        scores[at] = (scores[at] + ((*kept)[j] + (*acc)[j])) * factors[position];
+    }
+    (*acc)[j] = vec4(0.0);
+}
+
+fn read_value(ahead: ptr<function, ValuesAhead>, run: Run, kv_head: u32, first: u32, lane: u32, j: u32) {
+    let i = first + (j * THREADS + lane) / COLUMNS;
+    let row = row_at(1u, kv_head, clamp(position_of(i), run.start, run.end - 1u));
+    (*ahead)[j] = values[row * NARROW + min(lane % COLUMNS, VALUE_WORDS - 1u)];
+}
+
+fn stage_value(ahead: ptr<function, ValuesAhead>, lane: u32, j: u32) {
+    stage[j * THREADS + lane] = widen_value((*ahead)[j]);
+}
+
+/// A row of values, times the weights of a vector of queries that all see it.
+fn add_vector(sums: ptr<function, Mine>, x: vec4<f32>, at: u32, v: u32) {
+    let w = scores[at + v * SPLIT];
+    (*sums)[4u * v] = loose4(vec4(w.x), x, (*sums)[4u * v]);
+    (*sums)[4u * v + 1u] = loose4(vec4(w.y), x, (*sums)[4u * v + 1u]);
+    (*sums)[4u * v + 2u] = loose4(vec4(w.z), x, (*sums)[4u * v + 2u]);
+    (*sums)[4u * v + 3u] = loose4(vec4(w.w), x, (*sums)[4u * v + 3u]);
+}
+
+/// The sum with a row of values, if the weight is of one that is seen.
+fn add_seen(w: f32, x: vec4<f32>, sum: vec4<f32>) -> vec4<f32> {
+    return select(sum, loose4(vec4(w), x, sum), bitcast<u32>(w) != UNSEEN);
+}
+
+/// The same of queries some of which may not see it.
+fn add_masked(sums: ptr<function, Mine>, x: vec4<f32>, at: u32, v: u32) {
+    let w = scores[at + v * SPLIT];
+    (*sums)[4u * v] = add_seen(w.x, x, (*sums)[4u * v]);
+    (*sums)[4u * v + 1u] = add_seen(w.y, x, (*sums)[4u * v + 1u]);
+    (*sums)[4u * v + 2u] = add_seen(w.z, x, (*sums)[4u * v + 2u]);
+    (*sums)[4u * v + 3u] = add_seen(w.w, x, (*sums)[4u * v + 3u]);
+}
+
+/// A slice has ended.
+fn end_slice(sums: ptr<function, Mine>, slice: ptr<function, Mine>, q: u32) {
+    (*sums)[q] += (*slice)[q];
+    (*slice)[q] = vec4(0.0);
+}
+
+/// Number of a token and split in `sums` and `stats`.
+fn unit_of(tile: u32, token: u32, split: u32) -> u32 {
+    return (tile + token - p.first) * p.splits + split;
+}
+
+fn leave_sum(sums: ptr<function, Mine>, run: Run, kv_head: u32, tile: u32, split: u32, mine: u32, column: u32, q: u32) {
+    let query = 4u * mine + q;
+    let token = query / PER_KV;
+    if (token >= run.begin && token < run.to && column < VALUE_WORDS) {
+        end_sum(unit_of(tile, token, split), query, kv_head * PER_KV + query % PER_KV, column, (*sums)[q]);
+    }
+}
+
+fn leave_query(run: Run, kv_head: u32, tile: u32, split: u32, query: u32, most: f32, sum: f32) {
+    let token = query / PER_KV;
+    if (token >= run.begin && token < run.to) {
+        end_query(unit_of(tile, token, split), query, kv_head * PER_KV + query % PER_KV, most, sum);
+    }
 }
 
 @compute @workgroup_size(THREADS)
@@ -104,24 +253,22 @@ fn main(
     for (var begin = 0u; begin < tokens;) {
         let lead = tile_rows[begin];
         let base = (lead.z / SPLIT + wg.x) * SPLIT;
-        // Positions that one of the run's tokens sees at least, and those that all see.
-        var start = SPLIT;
-        var end = 0u;
-        var all_from = 0u;
-        var all_to = SPLIT;
-        var to = begin;
-        for (; to < tokens; to++) {
-            let row = tile_rows[to];
+        var run = Run(begin, begin, SPLIT, 0u, 0u, SPLIT);
+        for (; run.to < tokens; run.to++) {
+            let row = tile_rows[run.to];
             if (row.y != lead.y || row.z / SPLIT != lead.z / SPLIT) {
                 break;
             }
             let a = max(row.z, base) - base;
             let b = clamp(row.x + 1u, base, base + SPLIT) - base;
-            start = min(start, a);
-            end = max(end, b);
-            all_from = max(all_from, a);
-            all_to = min(all_to, b);
+            run.start = min(run.start, a);
+            run.end = max(run.end, b);
+            run.all_from = max(run.all_from, a);
+            run.all_to = min(run.all_to, b);
         }
+        let start = run.start;
+        let end = run.end;
+        let to = run.to;
         if (end > start) {
             if (lane < SPLIT / BLOCK && lane * BLOCK < end) {
                 blocks[lane] = tables[lead.y + base / BLOCK + lane];
@@ -141,85 +288,41 @@ fn main(
 
             let vector = lane / ABREAST;
             let across = lane % ABREAST;
-            var acc: array<vec4<f32>, HELD>;
-            var kept: array<vec4<f32>, HELD>;
-            var keys_ahead: array<vec4<u32>, KEYS_AHEAD>;
-            var queries_ahead: array<vec4<f32>, QUERIES_AHEAD>;
+            var acc: Held;
+            var kept: Held;
+            var keys_ahead: KeysAhead;
+            var queries_ahead: QueriesAhead;
             // One more than there are pieces: the first is read before anything is computed.
             for (var n = 0u; n <= 4u * CHAIN_PIECES; n++) {
                 if (n > 0u) {
                     workgroupBarrier();
-                    for (var j = 0u; j < KEYS_AHEAD; j++) {
-                        let i = j * THREADS + lane;
-                        if (KEY_CHUNKS % THREADS == 0u || i < KEY_CHUNKS) {
-                            let wide = widen_key(keys_ahead[j]);
-                            let first = i % (PIECE / PARTS) * PARTS;
-                            for (var part = 0u; part < PARTS; part++) {
-                                stage[(first + part) * KEY_STRIDE + i / (PIECE / PARTS)] = wide[part];
-                            }
-                        }
-                    }
-                    for (var j = 0u; j < QUERIES_AHEAD; j++) {
-                        let i = j * THREADS + lane;
-                        if ((QUERIES * PIECE) % THREADS == 0u || i < QUERIES * PIECE) {
-                            stage[PIECE * KEY_STRIDE + i % PIECE * QUERY_STRIDE + i / PIECE] = queries_ahead[j];
-                        }
-                    }
+                    stage_keys(&keys_ahead, lane);
+                    stage_queries(&queries_ahead, lane);
                     workgroupBarrier();
                 }
                 if (n < 4u * CHAIN_PIECES) {
                     let chain = n / CHAIN_PIECES;
                     let piece = n % CHAIN_PIECES;
-                    for (var j = 0u; j < KEYS_AHEAD; j++) {
-                        let i = min(j * THREADS + lane, KEY_CHUNKS - 1u);
-                        let position = clamp(i / (PIECE / PARTS), start, end - 1u);
-                        let chunk = chunk_of(chain, piece, i % (PIECE / PARTS));
-                        keys_ahead[j] = keys[row_at(0u, kv_head, position) + chunk];
-                    }
-                    for (var j = 0u; j < QUERIES_AHEAD; j++) {
-                        let i = min(j * THREADS + lane, QUERIES * PIECE - 1u);
-                        // Queries that are not there repeat one that is.
-                        let query = min(i / PIECE, TILE * PER_KV - 1u);
-                        let token = tile + clamp(query / PER_KV, begin, to - 1u);
-                        let word = chunk_of(chain, piece, i % PIECE / PARTS) * PARTS + i % PARTS;
-                        let head = kv_head * PER_KV + query % PER_KV;
-                        queries_ahead[j] = queries[(token * HEADS + head) * QUERY_WORDS + word];
-                    }
+                    read_keys(&keys_ahead, run, kv_head, chain, piece, lane);
+                    read_queries(&queries_ahead, run, kv_head, tile, chain, piece, lane);
                 }
                 if (n > 0u) {
-                    for (var word = 0u; word < PIECE; word++) {
-                        let at = PIECE * KEY_STRIDE + word * QUERY_STRIDE + 4u * vector;
+                    for (var i = 0u; i < PIECE; i++) {
+                        let at = PIECE * KEY_STRIDE + i * QUERY_STRIDE + 4u * vector;
                         let q0 = stage[at];
                         let q1 = stage[at + 1u];
                         let q2 = stage[at + 2u];
                         let q3 = stage[at + 3u];
-                        let x = vec4(q0.x, q1.x, q2.x, q3.x);
-                        let y = vec4(q0.y, q1.y, q2.y, q3.y);
-                        let z = vec4(q0.z, q1.z, q2.z, q3.z);
-                        let w = vec4(q0.w, q1.w, q2.w, q3.w);
-                        for (var j = 0u; j < HELD; j++) {
-                            let key = stage[word * KEY_STRIDE + ABREAST * j + across];
-                            acc[j] = loose4(vec4(key.x), x, acc[j]);
-                            acc[j] = loose4(vec4(key.y), y, acc[j]);
-                            acc[j] = loose4(vec4(key.z), z, acc[j]);
-                            acc[j] = loose4(vec4(key.w), w, acc[j]);
-                        }
+                        let word = Word(
+                            vec4(q0.x, q1.x, q2.x, q3.x),
+                            vec4(q0.y, q1.y, q2.y, q3.y),
+                            vec4(q0.z, q1.z, q2.z, q3.z),
+                            vec4(q0.w, q1.w, q2.w, q3.w),
+                        );
+                        multiply_positions(&acc, word, i * KEY_STRIDE + across);
                     }
                     if (n % CHAIN_PIECES == 0u) {
-                        // A chain has ended. The sum of two lies where it becomes the score: three at once would take registers.
-                        let chain = n / CHAIN_PIECES - 1u;
-                        for (var j = 0u; j < HELD; j++) {
-                            let position = ABREAST * j + across;
-                            let at = vector * SPLIT + position;
-                            if (chain % 2u == 0u) {
-                                kept[j] = acc[j];
-                            } else if (chain == 1u) {
-                                scores[at] = kept[j] + acc[j];
-                            } else {
-                                scores[at] = (scores[at] + (kept[j] + acc[j])) * factors[position];
-                            }
-                            acc[j] = vec4(0.0);
-                        }
+                        end_positions(&acc, &kept, n / CHAIN_PIECES - 1u, vector, across);
                     }
                 }
             }
@@ -246,10 +349,8 @@ fn main(
                 }
                 // Scores that are all -infinity have no weight, rather than none that is a number.
                 let origin = select(maximum, vec4(0.0), bitcast<vec4<u32>>(maximum) == vec4(p.low));
-                var weight: vec4<f32>;
-                for (var i = 0u; i < 4u; i++) {
-                    weight[i] = exponential(score[i] - origin[i]);
-                }
+                let x = score - origin;
+                var weight = vec4(exponential(x.x), exponential(x.y), exponential(x.z), exponential(x.w));
                 weight = select(vec4(0.0), weight, seen);
                 let sum = subgroupAdd(weight);
                 if (place == 0u) {
@@ -266,86 +367,52 @@ fn main(
                     maximum = max(maximum, stage[lane * subgroups + i]);
                     total += stage[(VECTORS + lane) * subgroups + i];
                 }
-                for (var i = 0u; i < 4u; i++) {
-                    let query = 4u * lane + i;
-                    let token = query / PER_KV;
-                    if (token >= begin && token < to) {
-                        let unit = (tile + token - p.first) * p.splits + wg.x;
-                        end_query(unit, query, kv_head * PER_KV + query % PER_KV, maximum[i], total[i]);
-                    }
-                }
+                leave_query(run, kv_head, tile, wg.x, 4u * lane, maximum.x, total.x);
+                leave_query(run, kv_head, tile, wg.x, 4u * lane + 1u, maximum.y, total.y);
+                leave_query(run, kv_head, tile, wg.x, 4u * lane + 2u, maximum.z, total.z);
+                leave_query(run, kv_head, tile, wg.x, 4u * lane + 3u, maximum.w, total.w);
             }
 
             let column = lane % COLUMNS;
             let mine = lane / COLUMNS * MINE;
-            var sums_of: array<vec4<f32>, 4u * MINE>;
-            var slice_sums: array<vec4<f32>, 4u * MINE>;
-            var values_ahead: array<Narrow, VALUES_AHEAD>;
+            var all: Mine;
+            var slice: Mine;
+            var values_ahead: ValuesAhead;
             for (var n = 0u; n <= SPLIT / STAGED; n++) {
                 if (n > 0u) {
                     workgroupBarrier();
-                    for (var j = 0u; j < VALUES_AHEAD; j++) {
-                        stage[j * THREADS + lane] = widen_value(values_ahead[j]);
-                    }
+                    stage_values(&values_ahead, lane);
                     workgroupBarrier();
                 }
                 if (n < SPLIT / STAGED) {
-                    for (var j = 0u; j < VALUES_AHEAD; j++) {
-                        let i = n * STAGED + (j * THREADS + lane) / COLUMNS;
-                        let row = row_at(1u, kv_head, clamp(position_of(i), start, end - 1u));
-                        values_ahead[j] = values[row * NARROW + min(column, VALUE_WORDS - 1u)];
-                    }
+                    read_values(&values_ahead, run, kv_head, n * STAGED, lane);
                 }
                 if (n > 0u) {
                     for (var first = 0u; first < STAGED; first += TOGETHER) {
                         let i = (n - 1u) * STAGED + first;
                         let from_position = position_of(i);
                         let last_position = from_position + SLICES * (TOGETHER - 1u);
-                        if (from_position >= all_from && last_position < all_to) {
+                        let row = first * COLUMNS + column;
+                        let at = mine * SPLIT + from_position;
+                        if (from_position >= run.all_from && last_position < run.all_to) {
                             for (var k = 0u; k < TOGETHER; k++) {
-                                let x = stage[(first + k) * COLUMNS + column];
-                                for (var v = 0u; v < MINE; v++) {
-                                    let w = scores[(mine + v) * SPLIT + from_position + SLICES * k];
-                                    slice_sums[4u * v] = loose4(vec4(w.x), x, slice_sums[4u * v]);
-                                    slice_sums[4u * v + 1u] = loose4(vec4(w.y), x, slice_sums[4u * v + 1u]);
-                                    slice_sums[4u * v + 2u] = loose4(vec4(w.z), x, slice_sums[4u * v + 2u]);
-                                    slice_sums[4u * v + 3u] = loose4(vec4(w.w), x, slice_sums[4u * v + 3u]);
-                                }
+                                add_vectors(&slice, stage[row + k * COLUMNS], at + SLICES * k);
                             }
                         } else {
                             for (var k = 0u; k < TOGETHER; k++) {
-                                let at = from_position + SLICES * k;
-                                if (at < start || at >= end) {
-                                    continue;
-                                }
-                                let x = stage[(first + k) * COLUMNS + column];
-                                for (var v = 0u; v < MINE; v++) {
-                                    let w = scores[(mine + v) * SPLIT + at];
-                                    for (var q = 0u; q < 4u; q++) {
-                                        let next = loose4(vec4(w[q]), x, slice_sums[4u * v + q]);
-                                        slice_sums[4u * v + q] =
-                                            select(slice_sums[4u * v + q], next, bitcast<u32>(w[q]) != UNSEEN);
-                                    }
+                                let seen = from_position + SLICES * k;
+                                if (seen >= start && seen < end) {
+                                    add_maskeds(&slice, stage[row + k * COLUMNS], at + SLICES * k);
                                 }
                             }
                         }
                         if ((i + TOGETHER) % PER_SLICE == 0u) {
-                            for (var q = 0u; q < 4u * MINE; q++) {
-                                sums_of[q] += slice_sums[q];
-                                slice_sums[q] = vec4(0.0);
-                            }
+                            end_slices(&all, &slice);
                         }
                     }
                 }
             }
-            for (var q = 0u; q < 4u * MINE; q++) {
-                let query = 4u * mine + q;
-                let token = query / PER_KV;
-                if (token >= begin && token < to && column < VALUE_WORDS) {
-                    let unit = (tile + token - p.first) * p.splits + wg.x;
-                    end_sum(unit, query, kv_head * PER_KV + query % PER_KV, column, sums_of[q]);
-                }
-            }
+            leave_sums(&all, run, kv_head, tile, wg.x, mine, column);
             workgroupBarrier();
         }
         begin = to;
