@@ -35,6 +35,9 @@ const PER_KV: usize = 16;
 const TILED: usize = 16;
 /// Workgroups below which each query head has one of its own: a card has more room, and what a head takes is short.
 const FEW_WORKGROUPS: usize = 128;
+/// Workgroups of a token each from which on those of a session share tiles: 256 take an H200 as long as a few tiles, 35 us, and
+/// 128 half of it (EXP-GPU-14).
+const MANY_WORKGROUPS: usize = 256;
 /// Storage buffers that every device binds at once.
 const BINDINGS: usize = 8;
 /// Workgroups along an axis of a grid.
@@ -421,7 +424,8 @@ impl Attention {
             return;
         }
         let shared = self.n_kv_heads * self.groups;
-        let prompt = self.prompt.as_ref().filter(|(_, tile)| tokens >= TILED && tokens >= sessions * tile);
+        let worth = tokens * visible.div_ceil(SPLIT) * shared >= MANY_WORKGROUPS;
+        let prompt = self.prompt.as_ref().filter(|(_, tile)| worth && tokens >= TILED.max(sessions * tile));
         let (op, tile, heads) = match (prompt, &self.tiled) {
             (Some((op, tile)), _) => (op, *tile, self.n_kv_heads),
             (None, Some((op, tile))) if tokens >= TILED => (op, *tile, shared),

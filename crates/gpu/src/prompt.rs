@@ -18,6 +18,9 @@ const HELD: usize = 8;
 /// Vectors of four queries that a lane sums values for: 64 registers too.
 const VECTORS: usize = 2;
 
+/// Lanes that must be of one subgroup.
+const TEAM: usize = 8;
+
 /// How attention_prompt.wgsl is cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Cut {
@@ -41,13 +44,13 @@ impl Cut {
         let columns = (value_dim / 4).next_power_of_two();
         // Each lane of the quad has as much of a key as the others.
         let chain = head_dim / 16;
-        if head_dim % 16 != 0 || chain % parts != 0 || queries < per_kv {
+        if narrowest < TEAM || head_dim % 16 != 0 || chain % parts != 0 || queries < per_kv {
             return None;
         }
         let piece = (parts..=PIECE).rev().find(|piece| piece % parts == 0 && chain % piece == 0)?;
         let threads = (vectors * columns / VECTORS).max(vectors * SPLIT / HELD);
         let staged = piece * (SPLIT + 2) + piece * (queries + 2);
-        let stage = staged.max(VALUES).max(2 * vectors * SPLIT / narrowest);
+        let stage = staged.max(VALUES).max(vectors * (SPLIT / HELD + SPLIT / narrowest));
         (vectors * columns >= threads && threads.is_multiple_of(SPLIT)).then_some(Self {
             queries,
             threads,
@@ -87,9 +90,9 @@ impl Cut {
                 format!("multiply_position(acc, word, at, {j});")
             }),
             calls(
-                "end_positions(acc: ptr<function, Held>, kept: ptr<function, Held>, chain: u32, vector: u32, across: u32)",
+                "end_positions(acc: ptr<function, Held>, kept: ptr<function, Held>, seen: ptr<function, Seen>, chain: u32, vector: u32, across: u32)",
                 held,
-                &|j| format!("end_position(acc, kept, chain, vector, across, {j});"),
+                &|j| format!("end_position(acc, kept, seen, chain, vector, across, {j});"),
             ),
             calls("read_values(ahead: ptr<function, ValuesAhead>, run: Run, kv_head: u32, first: u32, lane: u32)", values, &|j| {
                 format!("read_value(ahead, run, kv_head, first, lane, {j});")

@@ -32,6 +32,9 @@ const ABREAST: u32 = THREADS / VECTORS;
 const HELD: u32 = SPLIT / ABREAST;
 // Vectors of queries of a lane, for sums.
 const MINE: u32 = VECTORS * COLUMNS / THREADS;
+// Lanes that surely are of one subgroup, and their maxima of a query.
+const TEAM_LANES: u32 = 8u;
+const TEAMS: u32 = ABREAST / TEAM_LANES;
 const PER_SLICE: u32 = SPLIT / SLICES;
 // Rows of a slice that are staged together.
 const TOGETHER: u32 = min(STAGED, PER_SLICE);
@@ -91,24 +94,28 @@ fn chunk_of(chain: u32, piece: u32, i: u32) -> u32 {
     return 4u * (piece * (PIECE / PARTS) + i) + chain;
 }
 
-/// Whether a query of this run of tokens sees a position.
-fn sees(query: u32, position: u32) -> bool {
+/// Where a query begins to see the split and where it ends; nowhere if it is not of this run of tokens.
+fn bound_of(query: u32) -> vec2<u32> {
     let token = query / PER_KV;
-    let bound = bounds[min(token, TILE - 1u)];
-    return token < TILE && position >= bound.x && position < bound.y;
+    return select(vec2(SPLIT, 0u), bounds[min(token, TILE - 1u)], token < TILE);
 }
 
-fn seen_by(vector: u32, position: u32) -> vec4<bool> {
-    let query = 4u * vector;
-    if (PER_KV % 4u == 0u) {
-        return vec4(sees(query, position));
+fn seen_of(vector: u32) -> Seen {
+    let x = bound_of(4u * vector);
+    let y = bound_of(4u * vector + 1u);
+    let z = bound_of(4u * vector + 2u);
+    let w = bound_of(4u * vector + 3u);
+    let low = vec4(bitcast<f32>(p.low));
+    return Seen(vec4(x.x, y.x, z.x, w.x), vec4(x.y, y.y, z.y, w.y), low);
+}
+
+/// The most that each of four queries scored.
+fn most_of(vector: u32) -> vec4<f32> {
+    var most = vec4(bitcast<f32>(p.low));
+    for (var i = 0u; i < TEAMS; i++) {
+        most = max(most, stage[vector * TEAMS + i]);
     }
-    return vec4(
-        sees(query, position),
-        sees(query + 1u, position),
-        sees(query + 2u, position),
-        sees(query + 3u, position),
-    );
+    return most;
 }
 
 /// The row in place `i` of the order in which rows are added: slice by slice.
@@ -162,8 +169,19 @@ fn multiply_position(acc: ptr<function, Held>, word: Word, at: u32, j: u32) {
     (*acc)[j] = loose4(vec4(key.w), word.w, sum);
 }
 
+/// What a lane's four queries see, and the most that they scored there.
+struct Seen { start: vec4<u32>, end: vec4<u32>, most: vec4<f32> }
+
 /// A chain has ended. The sum of two lies where it becomes the score: three at once would take registers.
-fn end_position(acc: ptr<function, Held>, kept: ptr<function, Held>, chain: u32, vector: u32, across: u32, j: u32) {
+fn end_position(
+    acc: ptr<function, Held>,
+    kept: ptr<function, Held>,
+    seen: ptr<function, Seen>,
+    chain: u32,
+    vector: u32,
+    across: u32,
+    j: u32,
+) {
     let position = ABREAST * j + across;
     let at = vector * SPLIT + position;
     if (chain % 2u == 0u) {
@@ -171,7 +189,10 @@ fn end_position(acc: ptr<function, Held>, kept: ptr<function, Held>, chain: u32,
     } else if (chain == 1u) {
         scores[at] = (*kept)[j] + (*acc)[j];
     } else {
-        scores[at] = (scores[at] + ((*kept)[j] + (*acc)[j])) * factors[position];
+        let score = (scores[at] + ((*kept)[j] + (*acc)[j])) * factors[position];
+        scores[at] = score;
+        let is_seen = vec4(position) >= (*seen).start & vec4(position) < (*seen).end;
+        (*seen).most = select((*seen).most, max((*seen).most, score), is_seen);
     }
     (*acc)[j] = vec4(0.0);
 }
@@ -288,6 +309,7 @@ fn main(
 
             let vector = lane / ABREAST;
             let across = lane % ABREAST;
+            var seen = seen_of(vector);
             var acc: Held;
             var kept: Held;
             var keys_ahead: KeysAhead;
@@ -322,50 +344,48 @@ fn main(
                         multiply_positions(&acc, word, i * KEY_STRIDE + across);
                     }
                     if (n % CHAIN_PIECES == 0u) {
-                        end_positions(&acc, &kept, n / CHAIN_PIECES - 1u, vector, across);
+                        end_positions(&acc, &kept, &seen, n / CHAIN_PIECES - 1u, vector, across);
                     }
                 }
+            }
+            var most = seen.most;
+            most = max(most, subgroupShuffleXor(most, 1u));
+            most = max(most, subgroupShuffleXor(most, 2u));
+            most = max(most, subgroupShuffleXor(most, 4u));
+            workgroupBarrier();
+            if (across % TEAM_LANES == 0u) {
+                stage[vector * TEAMS + across / TEAM_LANES] = most;
             }
             workgroupBarrier();
 
             let position = lane % SPLIT;
             let subgroups = SPLIT / width;
             let low = vec4(bitcast<f32>(p.low));
-            for (var v = lane / SPLIT; v < VECTORS; v += THREADS / SPLIT) {
-                let most = subgroupMax(select(low, scores[v * SPLIT + position], seen_by(v, position)));
-                if (place == 0u) {
-                    stage[v * subgroups + position / width] = most;
-                }
-            }
-            workgroupBarrier();
             let shown = position >= start && position < end;
             let value_scale = scale_of(row_at(1u, kv_head, select(start, position, shown)));
             for (var v = lane / SPLIT; v < VECTORS; v += THREADS / SPLIT) {
-                let seen = seen_by(v, position);
-                let score = select(low, scores[v * SPLIT + position], seen);
-                var maximum = low;
-                for (var i = 0u; i < subgroups; i++) {
-                    maximum = max(maximum, stage[v * subgroups + i]);
-                }
+                let bound = seen_of(v);
+                let is_seen = vec4(position) >= bound.start & vec4(position) < bound.end;
+                let score = select(low, scores[v * SPLIT + position], is_seen);
+                let maximum = most_of(v);
                 // Scores that are all -infinity have no weight, rather than none that is a number.
                 let origin = select(maximum, vec4(0.0), bitcast<vec4<u32>>(maximum) == vec4(p.low));
                 let x = score - origin;
                 var weight = vec4(exponential(x.x), exponential(x.y), exponential(x.z), exponential(x.w));
-                weight = select(vec4(0.0), weight, seen);
+                weight = select(vec4(0.0), weight, is_seen);
                 let sum = subgroupAdd(weight);
                 if (place == 0u) {
-                    stage[(VECTORS + v) * subgroups + position / width] = sum;
+                    stage[VECTORS * TEAMS + v * subgroups + position / width] = sum;
                 }
                 weight *= value_scale;
-                scores[v * SPLIT + position] = select(bitcast<vec4<f32>>(vec4(UNSEEN)), weight, seen);
+                scores[v * SPLIT + position] = select(bitcast<vec4<f32>>(vec4(UNSEEN)), weight, is_seen);
             }
             workgroupBarrier();
             if (lane < VECTORS) {
-                var maximum = low;
+                let maximum = most_of(lane);
                 var total = vec4(0.0);
                 for (var i = 0u; i < subgroups; i++) {
-                    maximum = max(maximum, stage[lane * subgroups + i]);
-                    total += stage[(VECTORS + lane) * subgroups + i];
+                    total += stage[VECTORS * TEAMS + lane * subgroups + i];
                 }
                 leave_query(run, kv_head, tile, wg.x, 4u * lane, maximum.x, total.x);
                 leave_query(run, kv_head, tile, wg.x, 4u * lane + 1u, maximum.y, total.y);

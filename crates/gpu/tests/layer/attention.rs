@@ -263,7 +263,7 @@ fn a_prompt_has_the_bits_of_its_tokens_one_by_one() {
         (f16s, 8, 256, 256),
     ];
     for (i, (format, per_kv, head_dim, value_dim)) in shapes.into_iter().enumerate() {
-        let kv = KvLayout { format, n_kv_heads: 1 + i % 2, head_dim, value_dim };
+        let kv = KvLayout { format, n_kv_heads: 3 + i % 2, head_dim, value_dim };
         let mut random = Random(i as u64 + 70);
         let cache = Cache::new(kv, &[300, 150], &mut random);
         // Over the end of a split, a few of another session in between, some with a window that begins in a split of its own.
@@ -299,7 +299,7 @@ fn a_row_that_is_not_a_number_reaches_those_who_see_it_and_no_others() {
         cache.store(0, 258, 1, &good, &[f32::NAN; 64]);
         // Those who see neither, one, both; a window behind them.
         let tokens: Vec<_> =
-            (240..280).map(|position| (0, position, 0)).chain([(0, 299, 259), (0, 299, 256)]).collect();
+            (240..285).map(|position| (0, position, 0)).chain([(0, 299, 259), (0, 299, 256)]).collect();
         let queries = random.values(tokens.len() * 128);
         let got = attend(gpu, &cache, &tokens, &queries, 0.5, None, 1 << 12, None);
         for (&(_, position, first), row) in tokens.iter().zip(got.chunks_exact(128)) {
@@ -321,7 +321,7 @@ proptest! {
     fn attention_over_any_rows_is_the_cpus(seed in any::<u64>()) {
         let Some(gpu) = gpu() else { return Ok(()) };
         let mut random = Random(seed);
-        let kv = KvLayout { format: KvFormat::F16, n_kv_heads: 2, head_dim: 64, value_dim: 64 };
+        let kv = KvLayout { format: KvFormat::F16, n_kv_heads: 4, head_dim: 64, value_dim: 64 };
         let lengths: Vec<_> = (0..3).map(|_| 1 + random.below(400)).collect();
         let cache = Cache::new(kv, &lengths, &mut random);
         let tokens: Vec<_> = (0..1 + random.below(40)).map(|_| {
@@ -329,11 +329,11 @@ proptest! {
             let position = random.below(lengths[session]);
             (session, position, if random.below(2) == 0 { 0 } else { random.below(position + 1) })
         }).collect();
-        let queries = random.values(tokens.len() * 256);
+        let queries = random.values(tokens.len() * 512);
         let room = 5 + random.below(60);
         let got = attend(gpu, &cache, &tokens, &queries, 1.0, None, room, None);
         for (t, &token) in tokens.iter().enumerate() {
-            let row = t * 256..(t + 1) * 256;
+            let row = t * 512..(t + 1) * 512;
             let expected = cache.attend(token, &queries[row.clone()], 1.0, None);
             assert_close(&got[row], &expected, 2e-5, false, &format!("{token:?}"));
         }
