@@ -44,20 +44,22 @@ impl Cut {
         let columns = (value_dim / 4).next_power_of_two();
         // Each lane of the quad has as much of a key as the others.
         let chain = head_dim / 16;
-        if narrowest < TEAM || head_dim % 16 != 0 || chain % parts != 0 || queries < per_kv {
+        if narrowest < TEAM
+            || !head_dim.is_multiple_of(16)
+            || !chain.is_multiple_of(parts)
+            || queries < per_kv
+        {
             return None;
         }
-        let piece = (parts..=PIECE).rev().find(|piece| piece % parts == 0 && chain % piece == 0)?;
+        let piece = (parts..=PIECE)
+            .rev()
+            .find(|piece| piece.is_multiple_of(parts) && chain.is_multiple_of(*piece))?;
         let threads = (vectors * columns / VECTORS).max(vectors * SPLIT / HELD);
         let staged = piece * (SPLIT + 2) + piece * (queries + 2);
         let stage = staged.max(VALUES).max(vectors * (SPLIT / HELD + SPLIT / narrowest));
-        (vectors * columns >= threads && threads.is_multiple_of(SPLIT)).then_some(Self {
-            queries,
-            threads,
-            columns,
-            piece,
-            stage,
-        })
+        // Every lane sums something, stages whole values, and has positions of weights.
+        let whole = vectors * columns >= threads && VALUES.is_multiple_of(threads);
+        (whole && threads.is_multiple_of(SPLIT)).then_some(Self { queries, threads, columns, piece, stage })
     }
 
     /// The functions of all items of a lane.
@@ -196,13 +198,20 @@ mod tests {
                     let vectors = queries / 4;
                     assert_eq!(vectors * cut.columns % cut.threads, 0, "sums of {kv:?}: {cut:?}");
                     assert_eq!(vectors * 128 % cut.threads, 0, "scores of {kv:?}: {cut:?}");
-                    assert!(cut.threads % cut.columns == 0 && VALUES % cut.threads == 0, "{kv:?}: {cut:?}");
+                    assert!(
+                        cut.threads.is_multiple_of(cut.columns) && VALUES.is_multiple_of(cut.threads),
+                        "{kv:?}: {cut:?}"
+                    );
                     assert_eq!(head_dim / 16 % cut.piece, 0, "chains of {kv:?}: {cut:?}");
                     let most = if queries == 64 { 48 << 10 } else { 32 << 10 };
                     assert!(cut.shared(queries / 8) <= most, "{kv:?}: {cut:?}");
                 }
             }
         }
+        // So many lanes that some would have no values to stage, and subgroups that are too narrow.
+        let wide = KvLayout { format: KvFormat::F16, n_kv_heads: 1, head_dim: 256, value_dim: 256 };
+        assert_eq!(Cut::new(wide, 8, 128, 8), None);
+        assert_eq!(Cut::new(wide, 8, 64, 4), None);
         let odd = KvLayout { format: KvFormat::F16, n_kv_heads: 1, head_dim: 36, value_dim: 36 };
         assert_eq!(Cut::new(odd, 1, 64, 8), None);
     }
