@@ -124,7 +124,8 @@ impl Engine {
     pub fn open_on(vault: &Vault, disk: Arc<dyn Disk>, options: &EngineOptions) -> Result<Self, EngineError> {
         let kernels = kernels(options.kernels.as_deref())?;
         let mut chosen = Chosen::open(&options.device, vault, options.exact)?;
-        let plan = plan(vault, &chosen.adapt(&options.plan, vault), &MemoryFacts::detect())?;
+        let facts = MemoryFacts::detect();
+        let plan = chosen.plan(vault, options, &|request| plan(vault, request, &facts))?;
         let backbone = FileDisk::open(&vault.backbone_path, options.disk)?;
         let weights = Weights::load(vault, &backbone, READERS)?;
         let store_meter = Arc::new(StoreMeter::default());
