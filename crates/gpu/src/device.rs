@@ -67,6 +67,8 @@ pub enum Fault {
     Full,
     /// It is lost.
     Lost,
+    /// It does not import the host's memory, the next time that it is asked to: allocations go on.
+    NoImport,
 }
 
 /// What the kernels cannot do without.
@@ -346,7 +348,7 @@ impl Gpu {
     fn is_to_fail(&self) -> bool {
         let mut at = self.fault.lock().unwrap_or_else(PoisonError::into_inner);
         match &mut *at {
-            None => false,
+            None | Some((_, Fault::NoImport)) => false,
             Some((0, Fault::Full)) => true,
             Some((0, fault)) => {
                 let fault = *fault;
@@ -361,6 +363,12 @@ impl Gpu {
                 false
             }
         }
+    }
+
+    /// Whether an import is to be refused.
+    pub(crate) fn is_to_refuse(&self) -> bool {
+        let mut at = self.fault.lock().unwrap_or_else(PoisonError::into_inner);
+        at.take_if(|(_, fault)| *fault == Fault::NoImport).is_some()
     }
 
     /// Makes a buffer.
