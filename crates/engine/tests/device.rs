@@ -155,6 +155,7 @@ fn tiers_of_every_size_give_the_same_bits() {
         assert_eq!(&got, expected, "{slots} experts of a layer");
         let snapshot = engine.info().tier.unwrap().meter.snapshot();
         assert_eq!(snapshot.misses == 0, slots == moe.n_experts, "{slots}: {snapshot:?}");
+        assert_eq!(snapshot.computed > 0, snapshot.misses > 0, "of steps of few tokens: {snapshot:?}");
         waits.push(snapshot.waits);
     }
     // Steps of all layers, and a wait each; those before the last chunk of the prompt included.

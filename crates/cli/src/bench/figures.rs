@@ -253,6 +253,7 @@ pub fn record(vault: &Vault, bench: &Bench, ceilings: &Ceilings, facts: &Facts) 
     record.spread("evictions_per_token", per_token(|s| s.store.evictions));
     if bench.engine.device_tier().is_some() {
         record.spread("device_hit_rate", short.iter().filter_map(|s| s.tier.hit_rate()));
+        record.spread("device_computed_here_per_token", per_token(|s| s.tier.computed));
         record.spread("device_load_bytes_per_token", per_token(|s| s.tier.load_bytes));
         record.spread("device_submits_per_token", per_token(|s| s.tier.submits));
         record.spread("device_submit_ms_per_token", per_token(|s| s.tier.submit_ns).map(|ns| ns / 1e6));

@@ -207,7 +207,7 @@ impl Chosen {
         }
         #[cfg(feature = "gpu")]
         if let Some(device) = self.gpu.take() {
-            let made = on_device(&device, vault, &weights, plan, exact, vram, slots);
+            let made = on_device(&device, vault, &weights, plan, kernels, exact, vram, slots);
             let worth = |(mut backend, note): (gpu::GpuBackend, _)| match choice {
                 DeviceChoice::Auto => {
                     gains(&mut backend, vault, plan, kernels).map(|why| (backend, note, why))
@@ -245,6 +245,7 @@ fn on_device(
     vault: &Vault,
     weights: &Weights,
     plan: &Plan,
+    kernels: Kernels,
     exact: bool,
     vram: Option<u64>,
     slots: Option<usize>,
@@ -260,7 +261,7 @@ fn on_device(
         // By at least one of each layer's experts less than was planned, until a token's are left.
         limit = Some(held.total_bytes() - held.expert_bytes.div_ceil(LESS));
         let (n, of) = (held.slots.iter().sum::<usize>(), held.n_experts);
-        match gpu::GpuBackend::new(device.clone(), spec, weights, tables, plan, held, exact) {
+        match gpu::GpuBackend::new(device.clone(), spec, weights, tables, plan, held, kernels, exact) {
             Err(EngineError::Gpu(error @ GpuError::OutOfMemory { .. })) => refused = Some(error),
             made => {
                 let note = refused.map(|why| format!("{why}: {n} of {of} experts are kept there"));

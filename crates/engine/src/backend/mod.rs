@@ -11,6 +11,7 @@ pub mod cpu;
 pub mod cuda;
 #[cfg(feature = "gpu")]
 pub mod gpu;
+mod input;
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex};

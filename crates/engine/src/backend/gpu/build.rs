@@ -11,10 +11,11 @@ use smoe_gpu::{
     QkNorm, RopeAppend, RopeInput, RopePairs, Route, RouteInputs, RouteOutputs, RouterNorm, Rows, Shared,
     Slice, Weights as DeviceWeights, WorkList,
 };
-use smoe_kernels::{KvType, Matrix, Pool};
+use smoe_kernels::{Kernels, KvType, Matrix, Pool};
 use smoe_meter::TierMeter;
 
 use super::flow::{Flow, HALT_BYTES};
+use super::host::HostExperts;
 use super::latent::LatentPlanes;
 use super::ops::{Ends, Input, Layer, LayerOps, Lone, Mixer, Moe, Product, Routed, RowBuffer};
 use super::plan::{ATTENTION_SCRATCH, Widths, kv_format, layer_block_bytes};
@@ -30,9 +31,6 @@ use crate::kv::BLOCK;
 use crate::plan::Plan;
 use crate::rope::RopeTable;
 use crate::weights::{Ffn, LayerFfn, LayerWeights, Projections, Weights};
-
-/// Threads that copy experts: what saturates a bus; not measured.
-const COPY_THREADS: usize = 8;
 
 /// The planes that layers share: one layer runs at a time.
 pub(super) struct Planes {
@@ -105,6 +103,7 @@ impl GpuBackend {
         tables: &[LayerTable],
         plan: &Plan,
         device: DevicePlan,
+        kernels: Kernels,
         exact: bool,
     ) -> Result<Self, EngineError> {
         let meter = Arc::new(TierMeter::default());
@@ -131,11 +130,15 @@ impl GpuBackend {
         let n_moe = moe_index;
         let Builder { planes, kv, .. } = builder;
         let router = n_moe * plan.chunk * spec.moe.n_experts;
-        let read = HALT_BYTES + floats(router + HEAD_ROWS * spec.vocab_size);
+        let few = layers.iter().filter_map(|layer: &Layer| layer.ops.moe()).map(|moe| moe.route.few()).min();
+        let few = few.unwrap_or(usize::MAX);
+        let halting = few.min(plan.chunk);
+        let host =
+            if device.holds_all() { None } else { HostExperts::new(spec, weights, tables, kernels, halting) };
+        let read = HALT_BYTES + floats(router + HEAD_ROWS * spec.vocab_size + halting * spec.d_model);
         let readbacks = [gpu.readback(read)?, gpu.readback(read)?];
         // Nothing waits for what was written: a device without room for it says so here, or at the first step.
         gpu.check()?;
-        let few = layers.iter().filter_map(|layer: &Layer| layer.ops.moe()).map(|moe| moe.route.few()).min();
         Ok(Self {
             recorder: Recorder::new(gpu.clone(), meter.clone()),
             tokens: 0,
@@ -155,7 +158,10 @@ impl GpuBackend {
             kv,
             block: gpu.buffer("a block of keys and values", layer_block_bytes(spec, plan.kv))?,
             tier,
-            pool: Pool::new(plan.threads.min(COPY_THREADS), false),
+            host,
+            outputs: planes.outputs,
+            normed: planes.normed.float,
+            pool: Pool::new(plan.threads, false),
             lists,
             listed: 0,
             readbacks,
@@ -163,7 +169,7 @@ impl GpuBackend {
             logits: vec![0.0; HEAD_ROWS * spec.vocab_size],
             headed: Vec::with_capacity(HEAD_ROWS),
             host_hidden: Vec::new(),
-            flow: Flow::new(few.unwrap_or(usize::MAX), plan.chunk * spec.moe.top_k),
+            flow: Flow::new(few, plan.chunk * spec.moe.top_k),
             everyone: Vec::with_capacity(plan.chunk),
             tokens_done: 0,
             plan: device,

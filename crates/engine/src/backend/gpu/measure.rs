@@ -96,7 +96,8 @@ impl GpuBackend {
         self.tier.pretend(&self.gpu, false);
         let ((token_s, dispatches), (apart_s, _)) = (token?, apart?);
         let wait_s = (apart_s - token_s).max(0.0) / self.layers.len() as f64;
-        let rates = DeviceRates { token_s, dispatches, wait_s, upload_bytes_per_s };
+        let computes_here = self.host.is_some();
+        let rates = DeviceRates { token_s, dispatches, wait_s, upload_bytes_per_s, computes_here };
         self.pace_by(&rates);
         Ok(Some(rates))
     }
