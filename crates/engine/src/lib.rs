@@ -35,7 +35,7 @@ mod weights;
 pub use backend::{
     DeviceChoice, DeviceTier, ExpertObserver, ExpertSeen, KernelCost, KernelTimes, SharedObserver, TokenCosts,
 };
-pub use device::DevicePlan;
+pub use device::{DevicePlan, ExpertPath};
 pub use engine::{
     Control, Engine, EngineInfo, EngineOptions, Finish, Limits, LookAheadReport, Meters, Observer, POLICY,
     is_finite, kernels, plan as plan_vault,
