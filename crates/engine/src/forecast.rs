@@ -8,7 +8,7 @@
 //! hits      1 - 0.53 x^-1.1 (1 - share^2), x = slots of a layer / top_k
 //! halting   1 - hits^top_k, of a layer
 //! layer     (wait + done + 0.8 in vain) / done, of as many at once as make it least
-//! brought   slots / experts, of what is missing and the processor computes (EXP-GPU-20), else all
+//! brought   half of slots / experts, of what is missing and the processor computes (EXP-GPU-20), else all
 //! token     layers x layer + halting layers x two dispatches
 //!           + missed bytes / speed of products + brought bytes / speed of uploads
 //! ```
@@ -360,7 +360,7 @@ pub fn forecast(
         let hit_rate = hit_rate(plan, touched.layers, spec.moe.top_k);
         let share = plan.slots.iter().sum::<usize>() as f64 / plan.n_experts.max(1) as f64;
         let missed_s = if rates.computes_here {
-            share.mul_add(rates.upload_bytes_per_s.recip(), weights_bytes_per_s.recip())
+            (share / 2.0).mul_add(rates.upload_bytes_per_s.recip(), weights_bytes_per_s.recip())
         } else {
             rates.upload_bytes_per_s.recip()
         };
