@@ -88,6 +88,8 @@ impl Touched {
 pub struct DeviceRates {
     /// Seconds of a decoded token whose experts are all there.
     pub token_s: f64,
+    /// Seconds of the first that it decoded.
+    pub first_s: f64,
     /// Kernels of it.
     pub dispatches: u32,
     /// What a layer takes more that is handed over by itself and waited for, seconds.
@@ -442,6 +444,7 @@ mod tests {
         };
         let rates = DeviceRates {
             token_s: 7.4e-3,
+            first_s: 0.1,
             dispatches: 531,
             wait_s: 220e-6,
             upload_bytes_per_s: 20e9,

@@ -13,6 +13,7 @@
 mod attention;
 mod ceiling;
 mod coded;
+mod compile;
 mod cut;
 mod device;
 mod error;
@@ -42,6 +43,7 @@ mod work;
 pub use attention::{Attention, AttentionHeads, AttentionOutputs, AttentionScratch};
 pub use ceiling::{CopyKernel, Links};
 pub use coded::{CodedMatmul, Columns, ExactMatmul, OwnMatmul, Weights};
+pub use compile::CompileTimes;
 pub use cut::{Lanes, Tuning};
 pub use device::{DeviceFacts, DeviceKind, Fault, Gpu, Software, devices};
 pub use error::GpuError;

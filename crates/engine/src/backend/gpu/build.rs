@@ -1,6 +1,7 @@
 //! Puts a model on a device: uploads the backbone, claims planes, cache and tier, binds every kernel.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use smoe_format::expert_file::{LayerTable, TensorEntry};
 use smoe_format::{Encoding, FfnKind, ModelSpec, Uniform};
@@ -24,7 +25,7 @@ use super::tier::ExpertTier;
 use super::weights::{DeviceMatrix, Uploader, stackable};
 use super::{GpuBackend, LISTS, Pending};
 use crate::EngineError;
-use crate::backend::{HEAD_ROWS, cpu};
+use crate::backend::{DeviceOpening, HEAD_ROWS, cpu};
 use crate::device::DevicePlan;
 use crate::engine::POLICY;
 use crate::kv::BLOCK;
@@ -106,6 +107,7 @@ impl GpuBackend {
         kernels: Kernels,
         exact: bool,
     ) -> Result<Self, EngineError> {
+        let compiled = gpu.compile_times();
         let meter = Arc::new(TierMeter::default());
         let tier = ExpertTier::new(&gpu, tables, &device.slots, POLICY, meter.clone())?;
         let mut builder = Builder::new(&gpu, spec, weights, tables, plan, exact)?;
@@ -128,7 +130,8 @@ impl GpuBackend {
         }
         let ends = builder.ends()?;
         let n_moe = moe_index;
-        let Builder { planes, kv, .. } = builder;
+        let Builder { planes, kv, up, .. } = builder;
+        let upload = up.spent;
         let router = n_moe * plan.chunk * spec.moe.n_experts;
         let few = layers.iter().filter_map(|layer: &Layer| layer.ops.moe()).map(|moe| moe.route.few()).min();
         let few = few.unwrap_or(usize::MAX);
@@ -139,6 +142,16 @@ impl GpuBackend {
         let readbacks = [gpu.readback(read)?, gpu.readback(read)?];
         // Nothing waits for what was written: a device without room for it says so here, or at the first step.
         gpu.check()?;
+        let waited = Instant::now();
+        gpu.finish_kernels()?;
+        let times = gpu.compile_times();
+        let opening = DeviceOpening {
+            upload,
+            kernels: times.kernels - compiled.kernels,
+            shaders: times.shaders - compiled.shaders,
+            pipelines: times.pipelines - compiled.pipelines,
+            wait: waited.elapsed(),
+        };
         Ok(Self {
             recorder: Recorder::new(gpu.clone(), meter.clone()),
             tokens: 0,
@@ -173,6 +186,7 @@ impl GpuBackend {
             everyone: Vec::with_capacity(plan.chunk),
             tokens_done: 0,
             plan: device,
+            opening,
             spec: spec.clone(),
             meter,
             gpu,

@@ -33,7 +33,9 @@ use smoe_meter::TierMeter;
 use smoe_store::Lease;
 
 use crate::EngineError;
-use crate::backend::{Advanced, Backend, DeviceTier, Follows, HEAD_ROWS, KernelTimes, Row, TokenCosts};
+use crate::backend::{
+    Advanced, Backend, DeviceOpening, DeviceTier, Follows, HEAD_ROWS, KernelTimes, Row, TokenCosts,
+};
 use crate::device::DevicePlan;
 use crate::forecast::DeviceRates;
 use crate::kv::{BlockCopy, KvCache};
@@ -62,6 +64,7 @@ pub struct GpuBackend {
     gpu: Arc<Gpu>,
     spec: ModelSpec,
     plan: DevicePlan,
+    opening: DeviceOpening,
     meter: Arc<TierMeter>,
     recorder: Recorder,
     /// Tokens of the step.
@@ -538,6 +541,10 @@ impl Backend for GpuBackend {
 
     fn profile(&mut self, on: bool) -> Option<KernelTimes> {
         std::mem::replace(&mut self.recorder.profile, on.then(KernelTimes::default))
+    }
+
+    fn opening(&self) -> Option<DeviceOpening> {
+        Some(self.opening)
     }
 
     fn tier(&self) -> Option<DeviceTier> {
