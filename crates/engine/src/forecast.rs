@@ -437,6 +437,8 @@ mod tests {
             budget_bytes: 0,
             backbone_bytes: 0,
             kv_bytes: 0,
+            state_bytes: 0,
+            snapshots: 0,
             plane_bytes: 0,
             slots: vec![slots; 48],
             expert_bytes: 0,

@@ -12,12 +12,13 @@ use naga::{AddressSpace, ShaderStage};
 use smoe_format::spec::{Activation, GroupScore, GroupSpec, MoeSpec, RouterKind};
 use smoe_format::{Encoding, LayerTable, Table, TensorEntry, Uniform, Zero};
 use smoe_gpu::{
-    Angles, Argmax, Attention, AttentionHeads, AttentionOutputs, AttentionScratch, CodedMatmul, CodedPlane,
-    Columns, Delta, Down, Embed, ExactMatmul, ExpertInput, ExpertLayout, FloatMatmul, GateUp, Gpu, GpuError,
-    HeadColumns, HeadInput, HeadMatmul, HeadPlane, HeadTurn, Hidden, KV_BLOCK, KvFormat, KvLayout, Lanes,
-    LatentAppend, LatentAttention, LatentEntry, LatentExit, LatentInput, LatentLayout, LatentNorm,
-    LatentQueries, LatentRow, MixNorm, NormOutputs, OwnMatmul, Projections, QkNorm, Quantise, RopeAppend,
-    RopeInput, RopePairs, Route, RouteInputs, RouteOutputs, Rows, Shared, Slice, Tuning, Weights, WorkList,
+    Angles, Argmax, Attention, AttentionGate, AttentionHeads, AttentionOutputs, AttentionScratch,
+    CodedMatmul, CodedPlane, Columns, Delta, Down, Embed, ExactMatmul, ExpertInput, ExpertLayout,
+    FloatMatmul, GateUp, Gpu, GpuError, HeadColumns, HeadInput, HeadMatmul, HeadPlane, HeadTurn, Hidden,
+    KV_BLOCK, KvFormat, KvLayout, Lanes, LatentAppend, LatentAttention, LatentEntry, LatentExit, LatentInput,
+    LatentLayout, LatentNorm, LatentQueries, LatentRow, MixNorm, NormOutputs, OwnMatmul, Projections, QkNorm,
+    Quantise, RopeAppend, RopeInput, RopePairs, Route, RouteInputs, RouteOutputs, Rows, Shared, Slice,
+    Tuning, Weights, WorkList,
 };
 
 /// A kernel in Metal's language.
@@ -266,9 +267,10 @@ fn layer(gpu: &Gpu) -> Result<(), GpuError> {
                 let input = RopeInput { projections, norm, angles };
                 RopeAppend::new(gpu, tokens, n_heads, kv, input, rows, &queries, &cache)?;
             }
-            for (sinks, coded) in [(None, None), (Some(&sinks), Some(&mixed_coded))] {
+            let gate = Some(AttentionGate { plane: &projected, stride, at: 0 });
+            for (sinks, coded, gate) in [(None, None, gate), (Some(&sinks), Some(&mixed_coded), None)] {
                 let heads = AttentionHeads { n_heads, scale: 0.125, sinks };
-                let outputs = AttentionOutputs { plane: coded.is_none().then_some(&mixed), coded };
+                let outputs = AttentionOutputs { plane: coded.is_none().then_some(&mixed), coded, gate };
                 let turns = Some(RopeInput { projections, norm, angles });
                 Attention::new(gpu, tokens, kv, heads, &queries, &cache, rows, &scratch, outputs, turns)?;
             }
@@ -332,7 +334,7 @@ fn latent(gpu: &Gpu) -> Result<(), GpuError> {
                 let input = LatentInput { plane: &plane, stride, kv_at: q_rank, queries, norm, angles };
                 LatentAppend::new(gpu, tokens, kv, input, rows, &cache)?;
             }
-            let outputs = AttentionOutputs { plane: Some(&latents), coded: None };
+            let outputs = AttentionOutputs { plane: Some(&latents), ..Default::default() };
             LatentAttention::new(gpu, tokens, kv, heads, 0.1, &queries, &cache, rows, &scratch, outputs)?;
         }
         let from = floats(gpu, tokens * heads * (nope + rope_dim));

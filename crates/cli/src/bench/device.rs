@@ -479,7 +479,7 @@ impl Bench {
         let out = self.gpu.buffer("out", (4 * tokens * n_heads * kv.value_dim) as u64)?;
         let heads = AttentionHeads { n_heads, scale: 0.09, sinks: None };
         let attention = |cache: &Slice| {
-            let outputs = AttentionOutputs { plane: Some(&out), coded: None };
+            let outputs = AttentionOutputs { plane: Some(&out), ..Default::default() };
             Attention::new(&self.gpu, tokens, kv, heads, &queries, cache, rows, &scratch, outputs, None)
         };
         let all = caches.iter().map(attention).collect::<Result<Vec<_>, _>>()?;
@@ -513,7 +513,7 @@ impl Bench {
         let scratch = AttentionScratch::new(&self.gpu, heads, kv.kv_rank, visible, 64 << 20)?;
         let out = self.gpu.buffer("out", (4 * tokens * heads * kv.kv_rank) as u64)?;
         let attention = |cache: &Slice| {
-            let outputs = AttentionOutputs { plane: Some(&out), coded: None };
+            let outputs = AttentionOutputs { plane: Some(&out), ..Default::default() };
             let scale = 0.07;
             LatentAttention::new(
                 &self.gpu, tokens, kv, heads, scale, &queries, cache, rows, &scratch, outputs,

@@ -155,10 +155,11 @@ impl Engine {
             on_device: backend.opening(),
         };
         let phase_meter = Arc::new(PhaseMeter::default());
+        let tier = backend.tier();
+        let snapshots = tier.as_ref().map_or(plan.snapshots, |tier| tier.plan.snapshots);
         let mut kv = KvCache::new(&spec, plan.kv, plan.kv_positions, plan.sessions)?
             .with_windows(&spec, plan.window_blocks)?
-            .with_snapshots(&spec, plan.snapshots);
-        let tier = backend.tier();
+            .with_snapshots(&spec, snapshots);
         let (on_device, all_on_device) = (tier.is_some(), tier.is_some_and(|tier| tier.plan.holds_all()));
         if on_device {
             kv.keep_on_device();

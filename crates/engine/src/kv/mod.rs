@@ -51,6 +51,7 @@ use pool::Pool;
 use prefix::{Key, Tree};
 use spill::Spill;
 pub use spill::{Opened, SpillConfig};
+pub use states::StateCopy;
 use states::States;
 pub(crate) use states::{bytes as state_bytes, shape as state_shape};
 pub(crate) use windows::blocks as window_blocks;

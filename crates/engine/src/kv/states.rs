@@ -8,6 +8,8 @@
 //! Snapshots are bounded. A step takes them where they are worth most ([`States::expect`]); the one that was used longest
 //! ago gives way.
 
+mod device;
+
 use std::cmp::Ordering;
 
 use smoe_format::ModelSpec;
@@ -15,6 +17,7 @@ use smoe_kernels::{DeltaMark, DeltaRun, DeltaShape};
 
 use super::{BLOCK, SeqId};
 use crate::backend::Row;
+pub use device::StateCopy;
 
 /// Positions between snapshots of a long beginning that conversations may share, and of a long answer. A snapshot of
 /// Qwen3-Next-80B is 79 MB. EXP-ENGINE-09.
@@ -95,6 +98,8 @@ pub(super) struct States {
     pending: Vec<Pending>,
     /// Clock of uses.
     now: u64,
+    /// States lie in a device's memory: what is to be copied there.
+    device_copies: Option<Vec<StateCopy>>,
 }
 
 impl States {
@@ -123,6 +128,7 @@ impl States {
             of_block: vec![None; blocks],
             pending: Vec::with_capacity(snapshots),
             now: 0,
+            device_copies: None,
         })
     }
 
@@ -268,7 +274,7 @@ impl States {
         let Some(Pending { snapshot, .. }) = self.pending.get(n).copied() else { return };
         self.pending.truncate(n);
         let (from, to) = (self.of_sequence(seq, place), self.of_snapshot(snapshot));
-        self.memory.copy_within(from..from + self.len, to);
+        self.copy(from, to);
         self.give(snapshot, blocks[index], at - index * BLOCK);
         if is_edge {
             self.drop_edge(edge, snapshot);
@@ -318,7 +324,7 @@ impl States {
         let (at, place) = (live.at, live.place);
         if let Some((snapshot, _)) = found {
             let (from, to) = (self.of_snapshot(snapshot), self.of_sequence(seq, place));
-            self.memory.copy_within(from..from + self.len, to);
+            self.copy(from, to);
             self.now += 1;
             self.snapshots[snapshot].used = self.now;
         }

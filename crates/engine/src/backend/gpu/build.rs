@@ -6,15 +6,16 @@ use std::time::Instant;
 use smoe_format::expert_file::{LayerTable, TensorEntry};
 use smoe_format::{Encoding, FfnKind, ModelSpec, Uniform};
 use smoe_gpu::{
-    Angles, Argmax, Attention, AttentionHeads, AttentionOutputs, AttentionScratch, CodedMatmul, CodedPlane,
-    Columns, Delta, Down, Embed, ExactMatmul, ExpertInput, ExpertLayout, FloatMatmul, GateUp, Gpu, GpuError,
-    Halt, Hidden, KvLayout, MixNorm, NormInput, NormMatmul, NormOutputs, OwnMatmul, Projections as Projected,
-    QkNorm, RopeAppend, RopeInput, RopePairs, Route, RouteInputs, RouteOutputs, RouterNorm, Rows, Shared,
-    Slice, Weights as DeviceWeights, WorkList,
+    Angles, Argmax, Attention, AttentionGate, AttentionHeads, AttentionOutputs, AttentionScratch,
+    CodedMatmul, CodedPlane, Columns, Delta, Down, Embed, ExactMatmul, ExpertInput, ExpertLayout,
+    FloatMatmul, GateUp, Gpu, GpuError, Halt, Hidden, KvLayout, MixNorm, NormInput, NormMatmul, NormOutputs,
+    OwnMatmul, Projections as Projected, QkNorm, RopeAppend, RopeInput, RopePairs, Route, RouteInputs,
+    RouteOutputs, RouterNorm, Rows, Shared, Slice, Weights as DeviceWeights, WorkList,
 };
 use smoe_kernels::{Kernels, KvType, Matrix, Pool};
 use smoe_meter::TierMeter;
 
+use super::delta::{DeltaPlanes, Nets};
 use super::flow::{Flow, HALT_BYTES};
 use super::host::HostExperts;
 use super::latent::LatentPlanes;
@@ -31,7 +32,7 @@ use crate::engine::POLICY;
 use crate::kv::BLOCK;
 use crate::plan::Plan;
 use crate::rope::RopeTable;
-use crate::weights::{Ffn, LayerFfn, LayerWeights, Projections, Weights};
+use crate::weights::{Delta as DeltaTensors, Ffn, LayerFfn, LayerWeights, Projections, Weights};
 
 /// The planes that layers share: one layer runs at a time.
 pub(super) struct Planes {
@@ -59,6 +60,8 @@ pub(super) struct Planes {
     pub(super) scratch: AttentionScratch,
     /// Of latent attention.
     pub(super) latent: Option<LatentPlanes>,
+    /// Of gated delta nets.
+    pub(super) net: Option<DeltaPlanes>,
     angles: Slice,
     tables: Slice,
     rows: Vec<RowBuffer>,
@@ -110,7 +113,7 @@ impl GpuBackend {
         let compiled = gpu.compile_times();
         let meter = Arc::new(TierMeter::default());
         let tier = ExpertTier::new(&gpu, tables, &device.slots, POLICY, meter.clone())?;
-        let mut builder = Builder::new(&gpu, spec, weights, tables, plan, exact)?;
+        let mut builder = Builder::new(&gpu, spec, weights, tables, plan, device.snapshots, exact)?;
         let first = tables.first().map(|table| ExpertLayout::new(table, table.record_len as u64));
         let mut lists = Vec::new();
         let mut device_list = None;
@@ -169,6 +172,7 @@ impl GpuBackend {
             route_weights: planes.route_weights,
             seen: planes.seen,
             kv,
+            nets: planes.net.map(Nets::new),
             block: gpu.buffer("a block of keys and values", layer_block_bytes(spec, plan.kv))?,
             tier,
             host,
@@ -201,6 +205,7 @@ impl<'a> Builder<'a> {
         weights: &'a Weights,
         tables: &[LayerTable],
         plan: &Plan,
+        snapshots: usize,
         exact: bool,
     ) -> Result<Self, GpuError> {
         let a = &spec.attention;
@@ -234,7 +239,7 @@ impl<'a> Builder<'a> {
         let kv_bytes = |layer: usize| {
             let is_windowed = is_windowed(spec.window(layer).unwrap_or(usize::MAX));
             let blocks = if is_windowed { plan.window_blocks } else { plan.kv_positions.div_ceil(BLOCK) };
-            layer_block_bytes(spec, plan.kv) * blocks as u64
+            if spec.delta_of(layer).is_some() { 0 } else { layer_block_bytes(spec, plan.kv) * blocks as u64 }
         };
         let planes = Planes {
             hidden: plane("hidden states", t * d)?,
@@ -253,6 +258,7 @@ impl<'a> Builder<'a> {
             gates: plane("gates of shared experts", t)?,
             scratch: AttentionScratch::new(gpu, a.n_heads, a.mixed_dim(), plan.context, ATTENTION_SCRATCH)?,
             latent: LatentPlanes::new(gpu, spec, t, &groups)?,
+            net: DeltaPlanes::new(gpu, spec, plan, snapshots, &groups)?,
             angles: angle_slice,
             tables: plane("blocks of sessions", blocks)?,
             rows: windows.into_iter().map(row).collect::<Result<_, GpuError>>()?,
@@ -328,15 +334,15 @@ impl<'a> Builder<'a> {
     ) -> Result<Vec<Product>, GpuError> {
         let mut products = Vec::new();
         let mut offset = 0;
-        if stackable(matrices) {
-            let stacked = self.up.stack(matrices)?;
-            self.products_of(&stacked, input, tokens, out, stride, offset, &mut products)?;
-            return Ok(products);
-        }
-        for matrix in matrices {
-            let uploaded = self.up.matrix(matrix)?;
+        let mut rest = matrices;
+        while !rest.is_empty() {
+            // As many together as can be.
+            let n = (2..=rest.len()).rev().find(|&n| stackable(&rest[..n])).unwrap_or(1);
+            let (together, others) = rest.split_at(n);
+            let uploaded = self.up.stack(together)?;
             self.products_of(&uploaded, input, tokens, out, stride, offset, &mut products)?;
-            offset += matrix.rows();
+            offset += together.iter().map(Matrix::rows).sum::<usize>();
+            rest = others;
         }
         Ok(products)
     }
@@ -404,13 +410,20 @@ impl<'a> Builder<'a> {
         let weights: &'a LayerWeights = &self.weights.layers[layer];
         let host: &'a Weights = self.weights;
         let matrices: Vec<Matrix<'a>> = match &weights.projections {
-            Projections::Heads { q, k, v, gate: None, .. } => [q, k, v].map(|w| host.matrix(w)).into(),
+            Projections::Heads { q, k, v, gate, .. } => {
+                [q, k, v].into_iter().chain(gate).map(|w| host.matrix(w)).collect()
+            }
             Projections::Latent { q_down, q, kv_down, .. } => {
                 [q_down.as_ref().map_or(q, |(down, _)| down), kv_down].map(|w| host.matrix(w)).into()
             }
-            _ => return Err(EngineError::Unsupported { what: "this attention on a GPU".to_owned() }),
+            Projections::Delta(delta) => {
+                let DeltaTensors { q, k, v, gate, beta, decay, .. } = &**delta;
+                [q, k, v, gate, beta, decay].map(|w| host.matrix(w)).into()
+            }
         };
-        let stride: usize = matrices.iter().map(Matrix::rows).sum();
+        let rows: usize = matrices.iter().map(Matrix::rows).sum();
+        // Four columns are one vector where states are asked.
+        let stride = rows.next_multiple_of(if self.spec.delta_of(layer).is_some() { 4 } else { 1 });
         let (t, d) = (self.tokens, self.spec.d_model);
 
         let norm_weight = self.up.vector(&weights.attn_norm)?;
@@ -448,14 +461,23 @@ impl<'a> Builder<'a> {
             dim: self.spec.rope_dim(),
             pairs: if self.spec.rope.interleaved { RopePairs::Neighbours } else { RopePairs::Halves },
         };
-        let mixed = Input { float: self.planes.mixed.float.clone(), coded: self.planes.mixed.coded.clone() };
+        let mixed = match (&weights.projections, &self.planes.net) {
+            (Projections::Delta(_), Some(net)) => &net.mixed,
+            _ => &self.planes.mixed,
+        };
+        let mixed = Input { float: mixed.float.clone(), coded: mixed.coded.clone() };
         let wanted = host.matrix(&weights.o).tiles().filter(|_| !self.exact);
         let coded = wanted.and_then(|u| mixed.coded.iter().find(|plane| plane.suits(u, weights.o.cols)));
         let mixer = match &weights.projections {
             Projections::Heads { bias, norm, .. } => {
                 self.heads(layer, bias.as_ref(), norm.as_ref(), stride, rows, angles, &mixed.float, coded)?
             }
-            _ => Mixer::Latent(Box::new(self.latent(layer, stride, rows, angles, &mixed.float, coded)?)),
+            Projections::Delta(delta) => {
+                Mixer::Delta(Box::new(self.delta(layer, delta, stride, &mixed.float, coded)?))
+            }
+            Projections::Latent { .. } => {
+                Mixer::Latent(Box::new(self.latent(layer, stride, rows, angles, &mixed.float, coded)?))
+            }
         };
         let delta = self.planes.delta.clone();
         let o_matrix = self.up.matrix(&host.matrix(&weights.o))?;
@@ -579,7 +601,12 @@ impl<'a> Builder<'a> {
         let a = self.spec.attention;
         let (heads, kv_heads) = (a.n_heads * a.head_dim, a.n_kv_heads * a.head_dim);
         let (t, projected) = (self.tokens, self.planes.projected.clone());
-        let bias = bias.map(|bias| self.up.vector(&bias.concat())).transpose()?;
+        let padded = |bias: &[Vec<f32>; 3]| {
+            let mut all = bias.concat();
+            all.resize(stride, 0.0);
+            all
+        };
+        let bias = bias.map(|bias| self.up.vector(&padded(bias))).transpose()?;
         let norms = norm.map(|norm| self.up.vector(&norm.concat())).transpose()?;
         let rope_input = RopeInput {
             projections: Projected {
@@ -612,7 +639,12 @@ impl<'a> Builder<'a> {
             cache,
             rows,
             &self.planes.scratch,
-            AttentionOutputs { plane: coded.is_none().then_some(mixed), coded },
+            AttentionOutputs {
+                plane: coded.is_none().then_some(mixed),
+                coded,
+                // Behind queries, keys and values.
+                gate: a.gate.then_some(AttentionGate { plane: &projected, stride, at: heads + 2 * kv_heads }),
+            },
             Some(rope_input),
         )?;
         Ok(Mixer::Heads { rope, attention: Box::new(attention) })

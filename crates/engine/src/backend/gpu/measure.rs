@@ -170,6 +170,7 @@ impl GpuBackend {
                 self.recorder.clear();
                 self.gpu.write(&self.tables, 0, &[0; 4]);
                 self.visible = 1;
+                self.nets.iter_mut().for_each(|nets| nets.pretend(&self.gpu));
                 for buffer in &self.rows {
                     self.gpu.write(&buffer.rows, 0, bytemuck::cast_slice(&[0u32, 0, 0, 0]));
                 }
@@ -218,6 +219,7 @@ impl GpuBackend {
             self.begin_step(&[0]);
             self.gpu.write(&self.tables, 0, &[0; 4]);
             self.visible = position as usize + 1;
+            self.nets.iter_mut().for_each(|nets| nets.pretend(&self.gpu));
             for buffer in &self.rows {
                 self.gpu.write(&buffer.rows, 0, bytemuck::cast_slice(&[position, 0, 0, 0]));
             }

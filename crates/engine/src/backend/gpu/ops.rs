@@ -1,8 +1,8 @@
 //! The kernels of each layer, bound to what they work on.
 
 use smoe_gpu::{
-    Argmax, Attention, CodedMatmul, CodedPlane, Down, Embed, ExactMatmul, FloatMatmul, GateUp, Gpu, GpuError,
-    MixNorm, NormMatmul, OwnMatmul, RopeAppend, Route, Slice, Step, WorkList,
+    Argmax, Attention, CodedMatmul, CodedPlane, DeltaNet, Down, Embed, ExactMatmul, FloatMatmul, GateUp, Gpu,
+    GpuError, MixNorm, NormMatmul, OwnMatmul, RopeAppend, Route, Slice, Step, WorkList,
 };
 
 use super::latent::Latent;
@@ -125,6 +125,8 @@ pub(super) enum Mixer {
     Heads { rope: RopeAppend, attention: Box<Attention> },
     /// Attention over a latent.
     Latent(Box<Latent>),
+    /// A gated delta net over the states of the sequences.
+    Delta(Box<DeltaNet>),
 }
 
 /// A layer, ready to be recorded.
