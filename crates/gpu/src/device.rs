@@ -68,6 +68,8 @@ pub enum Fault {
     Full,
     /// It is lost.
     Lost,
+    /// It does not import the host's memory, the next time that it is asked to: allocations go on.
+    NoImport,
 }
 
 /// What the kernels cannot do without.
@@ -350,7 +352,7 @@ impl Gpu {
     fn is_to_fail(&self) -> bool {
         let mut at = self.fault.lock().unwrap_or_else(PoisonError::into_inner);
         match &mut *at {
-            None => false,
+            None | Some((_, Fault::NoImport)) => false,
             Some((0, Fault::Full)) => true,
             Some((0, fault)) => {
                 let fault = *fault;
@@ -365,6 +367,12 @@ impl Gpu {
                 false
             }
         }
+    }
+
+    /// Whether an import is to be refused.
+    pub(crate) fn is_to_refuse(&self) -> bool {
+        let mut at = self.fault.lock().unwrap_or_else(PoisonError::into_inner);
+        at.take_if(|(_, fault)| *fault == Fault::NoImport).is_some()
     }
 
     /// Makes a buffer.

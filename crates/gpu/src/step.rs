@@ -151,7 +151,22 @@ impl Gpu {
         self.wait_until(submitted, |is_queue_empty| is_queue_empty)
     }
 
-    /// The same; `is_done` is asked again and again, and told whether the device has nothing left to do.
+    /// Whether the device has done a step, without waiting for it.
+    ///
+    /// # Errors
+    /// If it failed.
+    pub fn is_done(&self, submitted: &Submitted) -> Result<bool, GpuError> {
+        let index = Some(submitted.0.clone());
+        let poll = wgpu::PollType::Wait { submission_index: index, timeout: Some(Duration::ZERO) };
+        let is_done = match self.device.poll(poll) {
+            Ok(_) => true,
+            Err(wgpu::PollError::Timeout) => false,
+            Err(e) => return Err(self.lost(e.to_string())),
+        };
+        self.check().map(|()| is_done)
+    }
+
+    /// Waits; `is_done` is asked again and again, and told whether the device has nothing left to do.
     fn wait_until(&self, submitted: &Submitted, is_done: impl Fn(bool) -> bool) -> Result<(), GpuError> {
         // A device at work beside the processor is asked again and again at first: being woken takes longer than a layer.
         let start = Instant::now();
