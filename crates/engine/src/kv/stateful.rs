@@ -5,8 +5,11 @@
 //! before it, and that where conversations part. Not those that are taken on the way: a state is as large as thousands of
 //! positions. Without one of the two, state or blocks, the other is merely not found; nothing goes to the file in an order
 //! that matters.
+//!
+//! Of the ends of one conversation the file's last two are worth keeping, its own and the one before, from which its last
+//! turn can be said otherwise. Earlier ones stay while there is room, and are the first to give way.
 
-use super::prefix::Key;
+use super::prefix::{Key, Tokens};
 use super::spill::{self, UnsavedState};
 use super::{Adopted, BLOCK, KvCache, SeqId};
 
@@ -228,13 +231,26 @@ impl KvCache {
             let own = &tokens[index * BLOCK..position];
             let snapshot = self.snapshot_after(parent, own).filter(|(_, fill)| *fill == own.len());
             let Some((id, _)) = snapshot else { continue };
-            let saved = || self.last_saved(seq, &tokens[..position]);
-            let is_worth = !is_end || position - saved() >= WORTH;
+            let saved = if is_end { self.last_saved(seq, &tokens[..position]) } else { 0 };
+            let is_worth = !is_end || position - saved >= WORTH;
             let Some(spill) = &mut self.spill else { return };
             // With no room for it and what leads to it, it would only drive others out.
             let fits = spill.pieces() + index < spill.snapshot().capacity;
             if is_worth && fits && !spill.holds_state(parent.child(own).state()) {
-                spill.note_state(UnsavedState::new(id, parent, own));
+                let own = Tokens::new(own);
+                spill.note_state(UnsavedState { id, parent, tokens: own, is_parting: !is_end, done: 0 });
+                self.demote_before(seq, &tokens[..saved]);
+            }
+        }
+    }
+
+    /// States at the ends of a sequence's beginnings that are shorter than all of these tokens have had their day.
+    fn demote_before(&mut self, seq: SeqId, tokens: &[u32]) {
+        let Some(len) = tokens.len().checked_sub(1) else { return };
+        for (i, own) in tokens[..len].chunks(BLOCK).enumerate() {
+            let parent = self.key_before(seq, i);
+            if let Some(spill) = &mut self.spill {
+                spill.demote_ends(parent, own);
             }
         }
     }

@@ -6,7 +6,8 @@
 //!
 //! ```text
 //!                 key                                    parent                     note
-//! first piece     S, of the beginning ([`Key::state`])   key of the block before    the block's tokens up to there, PIECE
+//! first piece     S, of the beginning ([`Key::state`])   key of the block before    the block's tokens up to there, and
+//!                                                                                   PIECE, or PARTING
 //! piece i         S + i                                  S + i - 1                  PIECE
 //! ```
 //!
@@ -24,6 +25,8 @@ use super::{STAGE, Spill};
 
 /// Ends the note of a piece, which no block's note does where layers keep states: those are words.
 const PIECE: u8 = 2;
+/// Instead, of the first piece of a state where conversations part.
+const PARTING: u8 = 3;
 
 /// How states lie in a file, and which are to come.
 #[derive(Debug)]
@@ -46,15 +49,13 @@ pub(in crate::kv) struct UnsavedState {
     /// The beginning before that block, and the tokens of the block that the state has seen.
     pub(in crate::kv) parent: Key,
     pub(in crate::kv) tokens: Tokens,
+    /// Conversations part there.
+    pub(in crate::kv) is_parting: bool,
     /// Pieces that the file has taken.
     pub(in crate::kv) done: usize,
 }
 
 impl UnsavedState {
-    pub(in crate::kv) fn new(id: u32, parent: Key, tokens: &[u32]) -> Self {
-        Self { id, parent, tokens: Tokens::new(tokens), done: 0 }
-    }
-
     /// Whether a block still holds those tokens.
     pub(in crate::kv) fn is_of(&self, node: &Node) -> bool {
         node.parent == self.parent && node.tokens.starts_with(&self.tokens)
@@ -72,7 +73,7 @@ pub(in crate::kv) const fn count(floats: usize, block_bytes: usize) -> usize {
 
 /// Whether a block of the file is a piece of a state.
 pub(super) fn is_piece(meta: &BlockMeta) -> bool {
-    meta.note.last() == Some(&PIECE) && meta.note.len() % 4 == 1
+    matches!(meta.note.last(), Some(&(PIECE | PARTING))) && meta.note.len() % 4 == 1
 }
 
 /// The name of a state's `i`-th piece.
@@ -129,9 +130,35 @@ impl Spill {
         states.filter(is_whole).max_by_key(|(_, fill)| *fill)
     }
 
+    /// Whole states.
+    #[cfg(test)]
+    pub(in crate::kv) fn ends(&self) -> impl Iterator<Item = Key> {
+        let firsts = self.file.entries().filter(|meta| is_piece(meta) && meta.note.len() > 1);
+        firsts.map(|meta| Key(meta.key)).filter(|&state| self.holds_state(state))
+    }
+
     /// Notes that a state was used. What it continues is to be touched behind it.
     pub(in crate::kv) fn touch_state(&mut self, state: Key) {
         (0..self.pieces()).rev().for_each(|i| self.file.touch(piece_key(state, i)));
+    }
+
+    /// States at the ends of conversations after `parent` and the first tokens of `own`, a block's, are worth less than all
+    /// else, and so are the blocks that are not complete there. Not where conversations part.
+    pub(in crate::kv) fn demote_ends(&mut self, parent: Key, own: &[u32]) {
+        let ends = self.file.children(parent.0).filter(|meta| {
+            let words = meta.note.chunks_exact(4);
+            is_piece(meta)
+                && meta.note.last() == Some(&PIECE)
+                && words.len() <= own.len()
+                && words.zip(own).all(|(word, token)| word == token.to_le_bytes())
+        });
+        let ends: Vec<(Key, usize)> = ends.map(|meta| (Key(meta.key), meta.note.len() / 4)).collect();
+        for (state, fill) in ends {
+            (0..self.pieces()).for_each(|i| self.file.demote(piece_key(state, i)));
+            if fill < BLOCK {
+                self.file.demote(parent.child(&own[..fill]).0);
+            }
+        }
     }
 
     /// Notes a state that the file should have, unless that is known.
@@ -182,7 +209,8 @@ impl Spill {
             body.chunks_exact_mut(4).zip(own).for_each(|(to, x)| to.copy_from_slice(&x.to_le_bytes()));
             rest.fill(0);
             let words = next.tokens.iter().filter(|_| i == 0).flat_map(|token| token.to_le_bytes());
-            let note = words.chain([PIECE]).collect();
+            let end = if i == 0 && next.is_parting { PARTING } else { PIECE };
+            let note = words.chain([end]).collect();
             let parent = before.unwrap_or(next.parent.0);
             match self.file.put(BlockMeta { key: piece_key(state, i), parent, note }, bytes) {
                 Ok(taken) => Ok(taken),

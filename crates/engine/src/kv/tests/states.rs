@@ -329,6 +329,30 @@ fn the_state_that_was_used_longest_ago_gives_way() {
     assert_eq!(found, [70, 0, 70]);
 }
 
+#[test]
+fn of_a_conversations_ends_the_last_two_stay_and_where_it_parts_from_others() {
+    let drive = new_drive();
+    // Room for 16 blocks, the four states that stay, and one that comes.
+    let mut kv = opened(80, 16, &drive, room_for(34));
+    let other = [&numbered(0, 40)[..], &numbered(5000, 50)].concat();
+    talk(&mut kv, &other);
+    flush(&mut kv);
+    for turn in 1..12 {
+        talk(&mut kv, &numbered(0, 40 * turn));
+        flush(&mut kv);
+    }
+    drop(kv);
+    let mut kv = opened(80, 16, &drive, room_for(34));
+    let said = numbered(0, 450);
+    assert_eq!(known(&mut kv, &said), 440);
+    assert_eq!(known(&mut kv, &said[..439]), 400, "the turn before");
+    assert_eq!(known(&mut kv, &[&other[..], &[9]].concat()), 90, "used longest ago, but not demoted");
+    assert_eq!(known(&mut kv, &said[..70]), 32, "where they part");
+    let spill = kv.spill.as_ref().unwrap();
+    let ends = spill.ends().count();
+    assert!((4..8).contains(&ends), "{ends} whole states in a file of 34 blocks");
+}
+
 /// Conversations of few different tokens that begin, go on, end and begin again, in processes that end at any moment, with
 /// drives that stand still, fail and forget: each always has the rows and the state of its own tokens.
 fn agree_with_the_model(seed: u64, blocks: usize, snapshots: usize, slots: u64) -> (usize, usize) {
