@@ -8,8 +8,11 @@
 //! hits      1 - 0.53 x^-1.1 (1 - share^2), x = slots of a layer / top_k
 //! halting   1 - hits^top_k, of a layer
 //! layer     (wait + done + 0.8 in vain) / done, of as many at once as make it least
-//! token     layers x layer + halting layers x two dispatches + missed bytes / speed of uploads
+//! brought   half of slots / experts, of what is missing and the processor computes (EXP-GPU-20), else all
+//! token     layers x layer + halting layers x two dispatches
+//!           + missed bytes / speed of products + brought bytes / speed of uploads
 //! ```
+//!
 
 use std::ops::Range;
 use std::time::{Duration, Instant};
@@ -89,12 +92,16 @@ impl Touched {
 pub struct DeviceRates {
     /// Seconds of a decoded token whose experts are all there.
     pub token_s: f64,
+    /// Seconds of the first that it decoded.
+    pub first_s: f64,
     /// Kernels of it.
     pub dispatches: u32,
     /// What a layer takes more that is handed over by itself and waited for, seconds.
     pub wait_s: f64,
     /// Experts brought there, bytes per second.
     pub upload_bytes_per_s: f64,
+    /// The processor computes what is missing.
+    pub computes_here: bool,
 }
 
 /// What decoding will do.
@@ -357,7 +364,13 @@ pub fn forecast(
     let cpu_tok_s = 1.0 / (touched.all() as f64 / weights_bytes_per_s + rest_s);
     let device = device.map(|(plan, rates)| {
         let hit_rate = hit_rate(plan, touched.layers, spec.moe.top_k);
-        DeviceForecast { rates, hit_rate, tok_s: 1.0 / token_s(spec, touched, &rates, hit_rate) }
+        let share = plan.slots.iter().sum::<usize>() as f64 / plan.n_experts.max(1) as f64;
+        let missed_s = if rates.computes_here {
+            (share / 2.0).mul_add(rates.upload_bytes_per_s.recip(), weights_bytes_per_s.recip())
+        } else {
+            rates.upload_bytes_per_s.recip()
+        };
+        DeviceForecast { rates, hit_rate, tok_s: 1.0 / token_s(spec, touched, &rates, hit_rate, missed_s) }
     });
     Forecast { cpu_tok_s, device }
 }
@@ -379,8 +392,8 @@ pub fn expected_hits(slots: usize, n_experts: usize, layers: usize, top_k: usize
     1.0 - 0.53 * sets.max(1.0).powf(-1.1) * share.mul_add(-share, 1.0)
 }
 
-/// Seconds of a token at a rate of hits.
-fn token_s(spec: &ModelSpec, touched: &Touched, rates: &DeviceRates, hit_rate: f64) -> f64 {
+/// Seconds of a token at a rate of hits, `missed_s` being those of a byte that is missing.
+fn token_s(spec: &ModelSpec, touched: &Touched, rates: &DeviceRates, hit_rate: f64, missed_s: f64) -> f64 {
     if hit_rate >= 1.0 {
         return rates.token_s;
     }
@@ -391,7 +404,7 @@ fn token_s(spec: &ModelSpec, touched: &Touched, rates: &DeviceRates, hit_rate: f
     let halts = layers * (1.0 - pass);
     let missed = layers * top_k * (1.0 - hit_rate) * touched.expert;
     let dispatch_s = rates.token_s / f64::from(rates.dispatches.max(1));
-    layers.mul_add(per_layer * layer_s, halts * 2.0 * dispatch_s) + missed / rates.upload_bytes_per_s
+    layers.mul_add(per_layer * layer_s, halts * 2.0 * dispatch_s) + missed * missed_s
 }
 
 /// How many layers to hand over at once if each passes with this probability, independently, and handing over costs
@@ -441,8 +454,14 @@ mod tests {
             expert_bytes: 0,
             n_experts: 48 * 128,
         };
-        let rates =
-            DeviceRates { token_s: 7.4e-3, dispatches: 531, wait_s: 220e-6, upload_bytes_per_s: 20e9 };
+        let rates = DeviceRates {
+            token_s: 7.4e-3,
+            first_s: 0.1,
+            dispatches: 531,
+            wait_s: 220e-6,
+            upload_bytes_per_s: 20e9,
+            computes_here: true,
+        };
         (spec, touched, plan, rates)
     }
 
@@ -469,6 +488,7 @@ mod tests {
         assert!(base > of(32, &|r| r.wait_s *= 2.0));
         assert!(base > of(32, &|r| r.upload_bytes_per_s /= 2.0));
         assert!(base > of(32, &|r| r.token_s *= 1.5));
+        assert!(base > of(32, &|r| r.computes_here = false));
         let (spec, touched, ..) = subject(32);
         let cpu = forecast(&spec, &touched, 100e9, None);
         assert!(cpu.device.is_none() && (40.0..45.0).contains(&cpu.cpu_tok_s), "{cpu:?}");

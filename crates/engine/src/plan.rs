@@ -44,6 +44,8 @@ pub struct PlanRequest {
     pub context: Option<usize>,
     /// Tokens of a prefill step.
     pub chunk: Option<usize>,
+    /// The longest step that the plan may choose.
+    pub longest_chunk: Option<usize>,
     /// Compute threads.
     pub threads: Option<usize>,
     /// How keys and values are kept.
@@ -126,7 +128,7 @@ const FIXED_BYTES: u64 = 24 << 20;
 const CHUNK: usize = 512;
 /// A longer automatic chunk, which reads the experts of a long prompt fewer times, may take this part of the
 /// budget for its planes.
-const CHUNK_SHARE: u64 = 8;
+pub(crate) const CHUNK_SHARE: u64 = 8;
 /// Snapshots of states may take this part of the budget, but there is one per session at least, and so many at most.
 /// EXP-ENGINE-09.
 pub(crate) const SNAPSHOT_SHARE: u64 = 32;
@@ -222,7 +224,7 @@ impl Plan {
         // shorter chunk costs speed on every prompt.
         let mut context = request.context.unwrap_or(CONTEXT.min(max_context));
         let mut chunk = request.chunk.unwrap_or_else(|| {
-            let mut longest = MAX_CHUNK;
+            let mut longest = request.longest_chunk.unwrap_or(MAX_CHUNK).clamp(1, MAX_CHUNK);
             while longest > CHUNK && activation_bytes(longest, context) > budget_bytes / CHUNK_SHARE {
                 longest /= 2;
             }

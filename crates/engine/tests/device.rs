@@ -109,6 +109,32 @@ fn what_the_device_holds_how_steps_are_cut_and_the_ring_do_not_change_a_bit() {
 }
 
 #[test]
+fn steps_are_long_where_experts_are_brought_and_give_the_same_bits() {
+    if !has_device() {
+        return;
+    }
+    let model = TinyModel::qwen3(24);
+    let dir = tempfile::tempdir().unwrap();
+    let vault = write_tiny(dir.path(), &model, "q4/64", "q8/64");
+    let (prompt, further) = (model.prompt(1000, 4), model.prompt(2, 5));
+    let mut base = options(RingSize::Auto, 1, 1);
+    base.plan.context = Some(1024);
+    let chosen = |chunk, slots| {
+        let mut options = on_gpu(&base, slots);
+        options.plan.chunk = chunk;
+        let mut engine = open(&vault, &options);
+        (engine.plan().chunk, run(&mut engine, &prompt, &further))
+    };
+    let (chunk, expected) = chosen(None, None);
+    assert_eq!(chunk, 512, "all experts are there");
+    let few = Some(vault.spec.moe.top_k);
+    let (chunk, got) = chosen(None, few);
+    assert_eq!(chunk, 1024, "as long as the context");
+    assert!(got == expected, "steps of 1,024 and of 512 differ");
+    assert_eq!(chosen(Some(300), few).0, 300, "as it is told");
+}
+
+#[test]
 fn tiers_of_every_size_give_the_same_bits() {
     if !has_device() {
         return;
@@ -129,6 +155,7 @@ fn tiers_of_every_size_give_the_same_bits() {
         assert_eq!(&got, expected, "{slots} experts of a layer");
         let snapshot = engine.info().tier.unwrap().meter.snapshot();
         assert_eq!(snapshot.misses == 0, slots == moe.n_experts, "{slots}: {snapshot:?}");
+        assert_eq!(snapshot.computed > 0, snapshot.misses > 0, "of steps of few tokens: {snapshot:?}");
         waits.push(snapshot.waits);
     }
     // Steps of all layers, and a wait each; those before the last chunk of the prompt included.

@@ -8,6 +8,7 @@
 //! type-checked, never run by us.
 
 use std::any::Any;
+use std::cell::UnsafeCell;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -47,12 +48,22 @@ impl Segments {
         let (segment, at) = self.locate(record);
         self.slices[segment].part(at * self.record, self.record)
     }
+
+    /// `count` records from `first` on, if one segment has them all.
+    #[must_use]
+    pub fn run(&self, first: u64, count: u64) -> Option<Slice> {
+        let (segment, at) = self.locate(first);
+        let slice = self.slices.get(segment)?;
+        let (start, len) = (at * self.record, count * self.record);
+        (count > 0 && start + len <= slice.len()).then(|| slice.part(start, len))
+    }
 }
 
-/// How many records a segment of at most `most` bytes holds, and the bytes of each segment of `len`; None if
-/// not even one record fits.
-fn cut(len: u64, record: u64, most: u64) -> Option<(u64, impl Iterator<Item = (u64, u64)>)> {
+/// How many records a segment of at most `most` bytes holds, whole runs of `together` if it can hold one; and the bytes
+/// of each segment of `len`; None if not even one record fits.
+fn cut(len: u64, record: u64, together: u64, most: u64) -> Option<(u64, impl Iterator<Item = (u64, u64)>)> {
     let each = most / record;
+    let each = if each >= together { each - each % together } else { each };
     let whole = each * record;
     let starts = (0..).map(move |i| i * whole).take_while(move |start| *start < len);
     (each > 0).then(|| (each, starts.map(move |start| (start, whole.min(len - start)))))
@@ -70,14 +81,16 @@ impl Gpu {
     /// Lends the `len` bytes at `memory` to the device, which reads them where they lie. Kernels may bind and
     /// steps may copy from what comes back; nothing may be written to it but by the host.
     ///
+    /// From the submission of a step that reads some of the bytes until it is done, nobody should write those: the
+    /// step gets some of the old and some of the new. The host may write others meanwhile; what it writes is seen by
+    /// the steps that are submitted afterwards.
+    ///
     /// # Errors
     /// [`GpuError::Import`] if the device cannot import, address or length is not a multiple of what
     /// [`Gpu::can_import`] says, or the driver refuses.
     ///
     /// # Safety
-    /// - The bytes are mapped, initialised, and stay both while `keep` lives.
-    /// - From the submission of a step that reads some of them until it is done, nobody writes those. The
-    ///   host may write others meanwhile; what it writes is seen by the steps that are submitted afterwards.
+    /// The bytes are mapped, initialised, and stay both while `keep` lives.
     pub unsafe fn import(
         &self,
         what: &str,
@@ -96,10 +109,42 @@ impl Gpu {
             return Err(refused(format!("{len} bytes are more than a buffer's {most}")));
         }
         self.check()?;
+        if self.is_to_refuse() {
+            return Err(refused("it is made to refuse".to_owned()));
+        }
         // SAFETY: the caller's promises are those that the platform asks for; address and length are aligned.
         let buffer = unsafe { platform::import(&self.device, what, memory, len, keep) }.map_err(refused)?;
         self.check()?;
         Ok(Slice { buffer, offset: 0, len })
+    }
+
+    /// Lends a region of records to the device, which reads them where they lie ([`Gpu::import`]), in as few segments as
+    /// bindings allow; of each `together` records none is in another segment, if a binding can be so long.
+    ///
+    /// All its pages become memory at once, and stay.
+    ///
+    /// # Errors
+    /// As [`Gpu::import`], which each segment must suit: `record` is to be a multiple of the alignment where
+    /// there is more than one. [`GpuError::Binding`] if a record is longer than a binding can be.
+    ///
+    /// # Panics
+    /// If `record` or `together` is 0, or the length not a multiple of `record`.
+    pub fn lend<T>(
+        &self,
+        what: &str,
+        region: Arc<T>,
+        record: u64,
+        together: u64,
+    ) -> Result<Segments, GpuError>
+    where
+        T: AsRef<[UnsafeCell<u8>]> + Send + Sync + 'static,
+    {
+        let cells: &[UnsafeCell<u8>] = (*region).as_ref();
+        let (memory, len) = (NonNull::from(cells).cast(), cells.len() as u64);
+        let keep: Keep = region.clone();
+        // SAFETY: a borrow of what the `Arc` owns is good for as long as any clone of it lives, and `keep` is one; what is
+        // borrowed are initialised bytes, and cells, which may be written meanwhile.
+        unsafe { self.import_segments(what, memory, len, record, together, &keep) }
     }
 
     /// Imports a region of records in as few segments as bindings allow.
@@ -109,21 +154,22 @@ impl Gpu {
     /// there is more than one. [`GpuError::Binding`] if a record is longer than a binding can be.
     ///
     /// # Panics
-    /// If `record` is 0 or `len` not a multiple of it.
+    /// If `record` or `together` is 0, or `len` not a multiple of `record`.
     ///
     /// # Safety
     /// As [`Gpu::import`].
-    pub unsafe fn import_segments(
+    unsafe fn import_segments(
         &self,
         what: &str,
         memory: NonNull<u8>,
         len: u64,
         record: u64,
+        together: u64,
         keep: &Keep,
     ) -> Result<Segments, GpuError> {
         assert!(record > 0 && len.is_multiple_of(record), "{len} bytes of whole records of {record}");
         let most = self.facts().max_binding.min(self.facts().max_buffer);
-        let Some((each, ranges)) = cut(len, record, most) else {
+        let Some((each, ranges)) = cut(len, record, together, most) else {
             let (device, what) = (self.facts().to_string(), what.to_owned());
             return Err(GpuError::Binding { device, what, bytes: record, most });
         };
@@ -378,10 +424,10 @@ mod tests {
     proptest! {
         #[test]
         fn segments_are_whole_records_in_order_and_as_few_as_may_be(
-            record in 1u64..50, count in 0u64..200, most in 0u64..1000,
+            record in 1u64..50, count in 0u64..200, together in 1u64..9, most in 0u64..1000,
         ) {
             let len = record * count;
-            let Some((each, ranges)) = cut(len, record, most) else {
+            let Some((each, ranges)) = cut(len, record, together, most) else {
                 prop_assert!(record > most);
                 return Ok(());
             };
@@ -394,7 +440,10 @@ mod tests {
                 end += bytes;
             }
             prop_assert_eq!(end, len);
-            prop_assert_eq!(ranges.len() as u64, count.div_ceil(most / record));
+            let fit = most / record;
+            prop_assert_eq!(each % together == 0, fit >= together || fit % together == 0);
+            prop_assert!(each <= fit && fit - each < together);
+            prop_assert_eq!(ranges.len() as u64, count.div_ceil(each));
         }
     }
 

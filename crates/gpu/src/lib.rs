@@ -13,6 +13,7 @@
 mod attention;
 mod ceiling;
 mod coded;
+mod compile;
 mod cut;
 mod delta_net;
 mod device;
@@ -43,6 +44,7 @@ mod work;
 pub use attention::{Attention, AttentionGate, AttentionHeads, AttentionOutputs, AttentionScratch};
 pub use ceiling::{CopyKernel, Links};
 pub use coded::{CodedMatmul, Columns, ExactMatmul, OwnMatmul, Weights};
+pub use compile::CompileTimes;
 pub use cut::{Lanes, Tuning};
 pub use delta_net::{
     DeltaInput, DeltaLayout, DeltaNet, DeltaNetWeights, DeltaOutputs, DeltaScratch, StateMark, StateRun,

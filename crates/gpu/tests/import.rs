@@ -4,10 +4,11 @@
 mod common;
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::cell::UnsafeCell;
 use std::ptr::NonNull;
 use std::sync::{Arc, OnceLock, Weak};
 
-use smoe_gpu::{Access, Gpu, GpuError, Keep, Op, Segments, Shader, Slice};
+use smoe_gpu::{Access, Gpu, GpuError, Op, Segments, Shader, Slice};
 
 const PAGE: u64 = 16 << 10;
 
@@ -42,10 +43,15 @@ impl Pages {
         unsafe { gpu.import("pages", self.start, self.layout.size() as u64, self.clone()) }
     }
 
-    fn lend_segments(self: &Arc<Self>, gpu: &Gpu, record: u64) -> Result<Segments, GpuError> {
-        let (keep, len): (Keep, _) = (self.clone(), self.layout.size() as u64);
-        // SAFETY: as in `lend`.
-        unsafe { gpu.import_segments("records", self.start, len, record, &keep) }
+    fn lend_segments(self: &Arc<Self>, gpu: &Gpu, record: u64, together: u64) -> Result<Segments, GpuError> {
+        gpu.lend("records", self.clone(), record, together)
+    }
+}
+
+impl AsRef<[UnsafeCell<u8>]> for Pages {
+    fn as_ref(&self) -> &[UnsafeCell<u8>] {
+        // SAFETY: the allocation, initialised; bytes are written through the pointer only.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr().cast(), self.layout.size()) }
     }
 }
 
@@ -209,6 +215,37 @@ fn the_same_pages_can_be_lent_again() {
 }
 
 #[test]
+fn a_step_is_done_when_it_has_been_waited_for_and_stays_so() {
+    let Some(gpu) = importing() else { return };
+    let pages = Pages::new(PAGE);
+    let gather = Gather::new(gpu, &pages.lend(gpu).unwrap());
+    let mut last = None;
+    for _ in 0..20 {
+        let mut step = gpu.step();
+        step.run(&gather.op, &[0, 1], [1, 1, 1]);
+        let submitted = step.submit();
+        // It may be, or not.
+        gpu.is_done(&submitted).unwrap();
+        gpu.wait(&submitted).unwrap();
+        assert!(gpu.is_done(&submitted).unwrap() && last.is_none_or(|last| gpu.is_done(&last).unwrap()));
+        last = Some(submitted);
+    }
+}
+
+#[test]
+fn records_that_belong_together_are_of_one_segment() {
+    let Some(gpu) = importing() else { return };
+    let pages = Pages::new(12 * PAGE);
+    pages.write(7 * PAGE / 4, 41);
+    let segments = pages.lend_segments(gpu, PAGE, 3).unwrap();
+    assert_eq!(segments.slices().len(), 1);
+    let run = segments.run(6, 3).unwrap();
+    assert_eq!(run.len(), 3 * PAGE);
+    assert_eq!(Gather::new(gpu, &run).run(gpu, (PAGE / 4) as u32, 1)[0], 42);
+    assert!(segments.run(6, 7).is_none() && segments.run(12, 1).is_none() && segments.run(3, 0).is_none());
+}
+
+#[test]
 fn what_is_not_whole_pages_is_refused() {
     let Some(gpu) = importing() else { return };
     let align = gpu.can_import().unwrap();
@@ -246,7 +283,7 @@ fn a_region_longer_than_a_binding_comes_in_segments() {
         pages.write(i * record / 4, 10 + i as u32);
         pages.write((i + 1) * record / 4 - 1, 20 + i as u32);
     }
-    let segments = pages.lend_segments(gpu, record).unwrap();
+    let segments = pages.lend_segments(gpu, record, 1).unwrap();
     assert_eq!(segments.slices().iter().map(Slice::len).collect::<Vec<_>>(), [2, 2, 1].map(|n| n * record));
     for i in 0..5 {
         assert_eq!(segments.locate(i), ((i / 2) as usize, i % 2));
@@ -256,6 +293,6 @@ fn a_region_longer_than_a_binding_comes_in_segments() {
         assert_eq!(gather.run(gpu, 0, 1)[0], 11 + i as u32);
         assert_eq!(gather.run(gpu, (record / 4 - 64) as u32, 1)[63], 21 + i as u32);
     }
-    let error = pages.lend_segments(gpu, 5 * record).unwrap_err();
+    let error = pages.lend_segments(gpu, 5 * record, 1).unwrap_err();
     assert!(matches!(error, GpuError::Binding { .. }), "{error:?}");
 }

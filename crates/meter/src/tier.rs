@@ -9,6 +9,8 @@ pub struct TierMeter {
     pub hits: Counter,
     /// Experts asked for that it did not hold.
     pub misses: Counter,
+    /// Of these, computed by the processor.
+    pub computed: Counter,
     /// Experts brought to the device.
     pub loads: Counter,
     /// Their bytes.
@@ -35,6 +37,7 @@ impl TierMeter {
         TierSnapshot {
             hits: self.hits.get(),
             misses: self.misses.get(),
+            computed: self.computed.get(),
             loads: self.loads.get(),
             load_bytes: self.load_bytes.get(),
             evictions: self.evictions.get(),
@@ -54,6 +57,7 @@ impl TierMeter {
 pub struct TierSnapshot {
     pub hits: u64,
     pub misses: u64,
+    pub computed: u64,
     pub loads: u64,
     pub load_bytes: u64,
     pub evictions: u64,
@@ -82,6 +86,7 @@ impl std::ops::Sub for TierSnapshot {
         Self {
             hits: self.hits.saturating_sub(earlier.hits),
             misses: self.misses.saturating_sub(earlier.misses),
+            computed: self.computed.saturating_sub(earlier.computed),
             loads: self.loads.saturating_sub(earlier.loads),
             load_bytes: self.load_bytes.saturating_sub(earlier.load_bytes),
             evictions: self.evictions.saturating_sub(earlier.evictions),

@@ -8,16 +8,20 @@
 
 use crate::aligned::{Mapping, OutOfMemory, PAGE};
 use crate::slot::{Slot, SlotState};
+use std::cell::UnsafeCell;
 use std::fmt;
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// The memory of all slots. For devices that wrap host memory without copying: one region, fixed for life.
 pub struct Arena {
     mapping: Mapping,
     stride: usize,
     slots: Box<[Slot]>,
+    /// [`LentArena`]s that live.
+    lent: AtomicUsize,
 }
 
 impl Arena {
@@ -27,7 +31,8 @@ impl Arena {
             || OutOfMemory { bytes: usize::MAX, source: io::Error::from(io::ErrorKind::OutOfMemory) };
         let stride = slot_bytes.checked_next_multiple_of(PAGE).ok_or_else(too_large)?;
         let mapping = Mapping::new(stride.checked_mul(n_slots).ok_or_else(too_large)?)?;
-        Ok(Arc::new(Self { mapping, stride, slots: (0..n_slots).map(|_| Slot::empty()).collect() }))
+        let slots = (0..n_slots).map(|_| Slot::empty()).collect();
+        Ok(Arc::new(Self { mapping, stride, slots, lent: AtomicUsize::new(0) }))
     }
 
     /// Number of slots.
@@ -65,6 +70,53 @@ impl Arena {
         assert!((slot as usize) < self.slots.len(), "slot {slot} is not in the arena");
         // SAFETY: the slot lies in the mapping, by the assertion and the size chosen in `new`.
         unsafe { self.mapping.start().as_ptr().add(slot as usize * self.stride) }
+    }
+}
+
+/// The arena's memory, lent to a device that reads it where it lies: its pages stay what they are while this lives.
+///
+/// A device has the pages that were there when it took the memory. A page that were given back and claimed again
+/// would be another one, of which the device knows nothing: so a slot that is discarded meanwhile keeps its pages.
+/// Who reads a slot holds its [`crate::Lease`]; without, what it reads is anything.
+pub struct LentArena(Arc<Arena>);
+
+impl LentArena {
+    /// To be called by the owner of the slots: nothing is discarded during the call.
+    pub(crate) fn new(arena: &Arc<Arena>) -> Self {
+        arena.lent.fetch_add(1, Ordering::Relaxed);
+        Self(arena.clone())
+    }
+
+    /// Number of slots.
+    pub fn n_slots(&self) -> usize {
+        self.0.n_slots()
+    }
+
+    /// Distance between the starts of two slots, in bytes.
+    pub fn stride(&self) -> usize {
+        self.0.stride()
+    }
+}
+
+impl AsRef<[UnsafeCell<u8>]> for LentArena {
+    /// The whole region, whose bytes readers may be writing at any time.
+    fn as_ref(&self) -> &[UnsafeCell<u8>] {
+        // SAFETY: the region is mapped and initialised for as long as `self` lives. Cells may be written by others
+        // while they are borrowed, and nobody reads or writes one through this borrow without a promise of its own.
+        unsafe { std::slice::from_raw_parts(self.0.mapping.start().as_ptr().cast(), self.0.bytes()) }
+    }
+}
+
+impl Drop for LentArena {
+    fn drop(&mut self) {
+        // What the device has done with the memory comes before its pages are given back.
+        self.0.lent.fetch_sub(1, Ordering::Release);
+    }
+}
+
+impl fmt::Debug for LentArena {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("LentArena").field(&self.0).finish()
     }
 }
 
@@ -115,8 +167,11 @@ impl LoadPermit {
         }
     }
 
-    /// Gives the slot's pages back to the system. The slot's bytes are unspecified afterwards.
+    /// Gives the slot's pages back to the system, unless the arena is lent. The slot's bytes are unspecified afterwards.
     pub(crate) fn discard(&mut self) {
+        if self.arena.lent.load(Ordering::Acquire) > 0 {
+            return;
+        }
         // SAFETY: a slot is a range of whole pages of the mapping, and it is this permit's alone, as in
         // `bytes_mut`.
         unsafe { self.arena.mapping.discard(self.slot as usize * self.arena.stride, self.arena.stride) };
@@ -179,5 +234,24 @@ mod tests {
         for (permit, byte) in permits.iter_mut().zip([7, 1, 7]) {
             assert_eq!(permit.bytes_mut()[5], byte);
         }
+    }
+
+    #[test]
+    fn pages_that_are_lent_stay() {
+        let arena = Arena::new(4, 4 << 20).unwrap();
+        let mut permit = LoadPermit::claim(&arena, 1).unwrap();
+        permit.bytes_mut().fill(7);
+        let lent = [LentArena::new(&arena), LentArena::new(&arena)];
+        let cells: &[UnsafeCell<u8>] = lent[0].as_ref();
+        assert_eq!((cells.as_ptr().cast(), cells.len()), (arena.as_ptr(), arena.bytes()));
+        assert_eq!((lent[0].n_slots(), lent[0].stride()), (4, arena.stride()));
+        for lent in lent {
+            permit.discard();
+            assert_eq!(touched(&arena), arena.stride());
+            assert_eq!(permit.bytes_mut()[5], 7);
+            drop(lent);
+        }
+        permit.discard();
+        assert_eq!(touched(&arena), 0);
     }
 }

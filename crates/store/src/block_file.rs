@@ -93,6 +93,14 @@ impl BlockFileConfig {
         Ok(self.geometry()?.slot_bytes)
     }
 
+    /// Bytes of a file of so many blocks.
+    ///
+    /// # Errors
+    /// As [`slot_bytes`](Self::slot_bytes).
+    pub fn bytes_of(&self, blocks: u32) -> Result<u64, BlockFileError> {
+        Ok(self.geometry()?.offset(blocks))
+    }
+
     fn geometry(&self) -> Result<Geometry, BlockFileError> {
         if self.queue == 0 {
             return Err(BlockFileError::Config { setting: "queue" });

@@ -73,7 +73,7 @@ mod sync;
 mod want;
 
 pub use aligned::{AlignedBuf, OutOfMemory, PAGE};
-pub use arena::Arena;
+pub use arena::{Arena, LentArena};
 pub use block_file::{
     BlockFailure, BlockFile, BlockFileConfig, BlockFileError, BlockFileSnapshot, BlockMeta, NOTE_BYTES_MAX,
     Opened, WriteDisk,

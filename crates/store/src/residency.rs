@@ -6,7 +6,7 @@
 //! A slot is free (Empty, in `free`), occupied (coming or resident), or retired: beyond the limit, its pages given
 //! back, its write permit parked in `retired` so that nothing can happen to it.
 
-use crate::arena::{Arena, LoadPermit};
+use crate::arena::{Arena, LentArena, LoadPermit};
 use crate::lease::Lease;
 use crate::policy::Policy;
 use crate::{ExpertKey, Record};
@@ -224,6 +224,12 @@ impl Residency {
             self.free_up(slot);
         }
         self.trim();
+    }
+
+    /// Lends the arena: slots that are retired may be used again without a change of their pages.
+    pub(crate) fn lend(&mut self) -> LentArena {
+        self.retired.iter_mut().for_each(LoadPermit::reclaim);
+        LentArena::new(&self.arena)
     }
 
     /// Retires slots beyond the limit: free ones, then those that the policy would part with first. Those that

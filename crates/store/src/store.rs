@@ -5,7 +5,7 @@
 
 use crate::ahead::Ahead;
 use crate::aligned::AlignedBuf;
-use crate::arena::{Arena, LoadPermit};
+use crate::arena::{Arena, LentArena, LoadPermit};
 use crate::demand::Batch;
 use crate::disk::Disk;
 use crate::error::StoreError;
@@ -182,6 +182,12 @@ impl Store {
         self.residency.arena()
     }
 
+    /// Lends the arena's memory to a device. While it is lent slots keep their pages, also those beyond
+    /// [`limit`](Store::limit).
+    pub fn lend(&mut self) -> LentArena {
+        self.residency.lend()
+    }
+
     /// The disk.
     pub fn disk(&self) -> &dyn Disk {
         &*self.disk
@@ -237,8 +243,8 @@ impl Store {
     ///
     /// Slots beyond it are emptied, those that would be evicted first before others, and their pages given back to
     /// the system; what is leased or being read at the moment follows as it comes back, at the latest with the
-    /// next demand that looks for a slot. A device that has the arena pinned keeps the pages all the same. Raised
-    /// again, slots are there at once and cost memory as they are filled.
+    /// next demand that looks for a slot. A slot that is emptied while the arena is [lent](Store::lend) keeps its
+    /// pages. Raised again, slots are there at once and cost memory as they are filled.
     pub fn set_limit(&mut self, slots: usize) {
         self.collect();
         self.residency.set_limit(slots.clamp(self.floor, self.arena().n_slots()));

@@ -15,7 +15,9 @@ use std::time::Duration;
 use serde_json::{Map, Value, json};
 use smoe_engine::ceiling::{self, DiskCeiling};
 use smoe_engine::forecast::{Forecast, Touched};
-use smoe_engine::{DirectIo, Engine, KernelCost, LookAheadReport, OpenMode, TokenCosts, Vault};
+use smoe_engine::{
+    DeviceOpening, DirectIo, Engine, KernelCost, LookAheadReport, OpenMode, OpenTimes, TokenCosts, Vault,
+};
 use smoe_meter::{Phase, StoreSnapshot};
 use smoe_store::FileDisk;
 
@@ -178,6 +180,7 @@ pub fn set_up(vault: &Vault, bench: &Bench, facts: &Facts) -> Record {
             record.set("predicted_device_decode_tok_s", rounded(device.tok_s));
             record.set("predicted_device_hit_rate", rounded(device.hit_rate));
             record.set("device_token_ms", rounded(device.rates.token_s * 1e3));
+            record.set("device_first_token_ms", rounded(device.rates.first_s * 1e3));
             record.set("device_wait_us", rounded(device.rates.wait_s * 1e6));
             record.set("device_upload_gb_s", rounded(device.rates.upload_bytes_per_s / 1e9));
         }
@@ -206,6 +209,19 @@ pub fn set_up(vault: &Vault, bench: &Bench, facts: &Facts) -> Record {
         record.set("device_kernel_workgroups_runs_us", kernels.iter().map(cost).collect::<Vec<Value>>());
     }
     record.set("open_s", rounded(facts.open_s));
+    let seconds = |time: Duration| rounded(time.as_secs_f64());
+    let OpenTimes { device, read, backend, on_device } = info.open_times;
+    record.set("open_read_s", seconds(read));
+    if let Some(DeviceOpening { upload, kernels, shaders, pipelines, wait }) = on_device {
+        record.set("open_device_s", seconds(device));
+        record.set("open_backend_s", seconds(backend));
+        record.set("open_upload_s", seconds(upload));
+        record.set("open_kernels", kernels);
+        // Summed over kernels, which are compiled side by side.
+        record.set("open_shaders_s", seconds(shaders));
+        record.set("open_pipelines_s", seconds(pipelines));
+        record.set("open_kernels_wait_s", seconds(wait));
+    }
     if facts.load_bytes > 0 {
         record.set("load_s", rounded(facts.load_s));
         record.set("load_gb_s", rounded(facts.load_bytes as f64 / facts.load_s / 1e9));
@@ -254,6 +270,7 @@ pub fn record(vault: &Vault, bench: &Bench, ceilings: &Ceilings, facts: &Facts) 
     record.spread("evictions_per_token", per_token(|s| s.store.evictions));
     if bench.engine.device_tier().is_some() {
         record.spread("device_hit_rate", short.iter().filter_map(|s| s.tier.hit_rate()));
+        record.spread("device_computed_here_per_token", per_token(|s| s.tier.computed));
         record.spread("device_load_bytes_per_token", per_token(|s| s.tier.load_bytes));
         record.spread("device_submits_per_token", per_token(|s| s.tier.submits));
         record.spread("device_submit_ms_per_token", per_token(|s| s.tier.submit_ns).map(|ns| ns / 1e6));

@@ -7,7 +7,6 @@ use smoe_format::expert_file::LayerTable;
 use smoe_gpu::GpuError;
 use smoe_kernels::Kernels;
 
-use crate::EngineError;
 use crate::backend::Backend;
 use crate::backend::cpu::CpuBackend;
 #[cfg(feature = "cuda")]
@@ -16,9 +15,12 @@ use crate::backend::cuda;
 use crate::backend::gpu;
 #[cfg(feature = "gpu")]
 use crate::forecast::{Touched, WeightsRate, forecast};
+#[cfg(feature = "gpu")]
+use crate::plan::{CHUNK_SHARE, MAX_CHUNK};
 use crate::plan::{Plan, PlanRequest};
 use crate::vault::Vault;
 use crate::weights::Weights;
+use crate::{EngineError, EngineOptions};
 
 /// What the user asks for.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -128,21 +130,55 @@ impl Chosen {
         }
     }
 
-    /// What the device needs of the plan.
-    pub(crate) fn adapt(&self, request: &PlanRequest, vault: &Vault) -> PlanRequest {
+    /// The plan, with steps as long as suits the device; `plan` makes one of a request.
+    ///
+    /// A card fills with few tokens, so steps are short where it holds every expert. What it lacks is brought to it for each
+    /// step anew, nearly all of a layer's experts for a prompt: then steps are as long as the planes' share of its memory
+    /// allows, as they are on the processor (EXP-GPU-18).
+    ///
+    /// # Errors
+    /// Those of `plan`.
+    pub(crate) fn plan(
+        &self,
+        vault: &Vault,
+        options: &EngineOptions,
+        plan: &dyn Fn(&PlanRequest) -> Result<Plan, EngineError>,
+    ) -> Result<Plan, EngineError> {
+        let request = &options.plan;
         #[cfg(feature = "gpu")]
-        if let Some(device) = &self.gpu {
-            let most = gpu::max_chunk(device.facts(), &vault.spec);
-            let chunk = request.chunk.unwrap_or(DEVICE_CHUNK).min(most);
-            return PlanRequest { chunk: Some(chunk), ..request.clone() };
-        }
-        #[cfg(feature = "cuda")]
-        if self.cuda.is_some() {
-            let chunk = request.chunk.unwrap_or(DEVICE_CHUNK);
-            return PlanRequest { chunk: Some(chunk), ..request.clone() };
+        {
+            let up_to = |longest: usize, most: usize| {
+                let chunk = request.chunk.map(|chunk| chunk.min(most));
+                plan(&PlanRequest { chunk, longest_chunk: Some(longest.min(most)), ..request.clone() })
+            };
+            if let Some(device) = &self.gpu {
+                let most = gpu::max_chunk(device.facts(), &vault.spec);
+                let (spec, tables) = (&vault.spec, &vault.experts.layers);
+                let (vram, slots) = (options.vram, options.device_slots);
+                let held =
+                    |plan: &Plan| crate::DevicePlan::new(device.facts(), spec, tables, plan, vram, slots);
+                let short = up_to(DEVICE_CHUNK, most)?;
+                // What has no room at all is refused where it is claimed.
+                if request.chunk.is_some() || held(&short).map_or(true, |held| held.holds_all()) {
+                    return Ok(short);
+                }
+                let mut longest = MAX_CHUNK;
+                while longest > DEVICE_CHUNK {
+                    let long = up_to(longest, most)?;
+                    if held(&long).is_ok_and(|held| held.plane_bytes <= held.budget_bytes / CHUNK_SHARE) {
+                        return Ok(long);
+                    }
+                    longest /= 2;
+                }
+                return Ok(short);
+            }
+            #[cfg(feature = "cuda")]
+            if self.cuda.is_some() {
+                return up_to(DEVICE_CHUNK, MAX_CHUNK);
+            }
         }
         let _ = vault;
-        request.clone()
+        plan(request)
     }
 
     /// What will lie in its memory; none of the processor.
@@ -195,7 +231,7 @@ impl Chosen {
         }
         #[cfg(feature = "gpu")]
         if let Some(device) = self.gpu.take() {
-            let made = on_device(&device, vault, &weights, plan, exact, vram, slots);
+            let made = on_device(&device, vault, &weights, plan, kernels, exact, vram, slots);
             let worth = |(mut backend, note): (gpu::GpuBackend, _)| match choice {
                 DeviceChoice::Auto => {
                     gains(&mut backend, vault, plan, kernels).map(|why| (backend, note, why))
@@ -233,6 +269,7 @@ fn on_device(
     vault: &Vault,
     weights: &Weights,
     plan: &Plan,
+    kernels: Kernels,
     exact: bool,
     vram: Option<u64>,
     slots: Option<usize>,
@@ -248,7 +285,7 @@ fn on_device(
         // By at least one of each layer's experts less than was planned, until a token's are left.
         limit = Some(held.total_bytes() - held.expert_bytes.div_ceil(LESS));
         let (n, of) = (held.slots.iter().sum::<usize>(), held.n_experts);
-        match gpu::GpuBackend::new(device.clone(), spec, weights, tables, plan, held, exact) {
+        match gpu::GpuBackend::new(device.clone(), spec, weights, tables, plan, held, kernels, exact) {
             Err(EngineError::Gpu(error @ GpuError::OutOfMemory { .. })) => refused = Some(error),
             made => {
                 let note = refused.map(|why| format!("{why}: {n} of {of} experts are kept there"));
@@ -290,7 +327,7 @@ fn gains(
     }))
 }
 
-/// Tokens of a prefill step on a device, unless the user says otherwise: its kernels fill it with fewer than the
-/// processor's need, and planes and routes of longer steps take its memory.
+/// Tokens of a prefill step on a device that holds every expert, unless the user says otherwise: they fill it, and planes and
+/// routes of longer steps take its memory. EXP-GPU-18.
 #[cfg(feature = "gpu")]
 const DEVICE_CHUNK: usize = 512;

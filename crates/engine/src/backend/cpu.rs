@@ -15,6 +15,7 @@ use smoe_kernels::{AttentionScratch, ExpertScratch, Kernels, KvType, Pool};
 use smoe_store::Lease;
 
 use crate::EngineError;
+use crate::backend::input::Plane;
 use crate::backend::{Backend, HEAD_ROWS, Row, SharedObserver};
 use crate::kv::{self, KvCache};
 use crate::plan::Plan;
@@ -22,9 +23,11 @@ use crate::rope::RopeTable;
 use crate::routes::Routes;
 use crate::weights::{Ffn, LayerFfn, Weights};
 use attention::{LatentPlanes, gathered_bytes, outputs_width};
-use context::{Context, Plane};
+use context::Context;
 use delta::DeltaPlanes;
 pub(crate) use experts::CALL_EXPERTS;
+#[cfg(feature = "gpu")]
+pub(crate) use experts::expert_call;
 use experts::{CALL_PAIRS, bias_values};
 use index::IndexPlanes;
 

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Instant;
 
 use smoe_format::{ExpertKey, ModelSpec};
 use smoe_kernels::Kernels;
@@ -34,7 +35,7 @@ use look_ahead::LookAhead;
 pub use look_ahead::LookAheadReport;
 pub use open::{POLICY, kernels, plan, plan_with_device};
 use open::{READERS, open_store};
-pub use options::{Control, EngineInfo, EngineOptions, Finish, Limits, Meters, Observer};
+pub use options::{Control, EngineInfo, EngineOptions, Finish, Limits, Meters, Observer, OpenTimes};
 use sessions::device_failure;
 use step::STEPS;
 pub use step::is_finite;
@@ -82,6 +83,7 @@ pub struct Engine {
     all_on_device: bool,
     /// Why the device is not what one may have hoped for.
     device_note: Option<String>,
+    open_times: OpenTimes,
     /// What takes over if the device is lost.
     fallback: Option<Box<Fallback>>,
     /// Devices that were lost.
@@ -123,8 +125,11 @@ impl Engine {
     /// As [`Engine::open`].
     pub fn open_on(vault: &Vault, disk: Arc<dyn Disk>, options: &EngineOptions) -> Result<Self, EngineError> {
         let kernels = kernels(options.kernels.as_deref())?;
+        let began = Instant::now();
         let mut chosen = Chosen::open(&options.device, vault, options.exact)?;
-        let plan = plan(vault, &chosen.adapt(&options.plan, vault), &MemoryFacts::detect())?;
+        let device = began.elapsed();
+        let facts = MemoryFacts::detect();
+        let plan = chosen.plan(vault, options, &|request| plan(vault, request, &facts))?;
         let backbone = FileDisk::open(&vault.backbone_path, options.disk)?;
         let weights = Weights::load(vault, &backbone, READERS)?;
         let store_meter = Arc::new(StoreMeter::default());
@@ -132,6 +137,7 @@ impl Engine {
         let store = open_store(vault, disk, &plan, kernels, options, store_meter.clone())?;
         let spec = vault.spec.clone();
         let corrections = weights.corrections();
+        let read = began.elapsed() - device;
         let backend = chosen.backend(
             &options.device,
             vault,
@@ -142,6 +148,12 @@ impl Engine {
             options.vram,
             options.device_slots,
         )?;
+        let open_times = OpenTimes {
+            device,
+            read,
+            backend: began.elapsed() - device - read,
+            on_device: backend.opening(),
+        };
         let phase_meter = Arc::new(PhaseMeter::default());
         let tier = backend.tier();
         let snapshots = tier.as_ref().map_or(plan.snapshots, |tier| tier.plan.snapshots);
@@ -157,6 +169,7 @@ impl Engine {
             on_device,
             all_on_device,
             device_note: chosen.note,
+            open_times,
             fallback: on_device.then(|| {
                 let (disk, exact) = (options.disk, options.exact);
                 Box::new(Fallback { vault: vault.clone(), disk, exact })
@@ -216,6 +229,7 @@ impl Engine {
             experts_path: self.experts_path.clone(),
             tier: self.backend.tier(),
             device_note: self.device_note.clone(),
+            open_times: self.open_times,
         }
     }
 

@@ -56,6 +56,8 @@ struct Live {
     edge: Option<(usize, u32)>,
     /// The running step, or the last one, computes a part of a prompt.
     is_prompt: bool,
+    /// Where others are known to go on otherwise: a block's edge.
+    part: Option<usize>,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -150,13 +152,17 @@ impl States {
 
     /// A step is about to compute positions `from` to `to` of a sequence, whose blocks these are, of its prompt or of an
     /// answer. Of a prompt a snapshot is taken at the last block edge before its last token, from which its answer can
-    /// be generated again: each step of it takes one, instead of the step before. Others are taken at [`SPACING`]-th
-    /// positions, where all conversations find them: the last ones of the step, so that a long one does not take every
-    /// place.
+    /// be generated again: each step of it takes one, instead of the step before. One is taken where others are known to
+    /// go on otherwise ([`Self::part_at`]): there the next one begins. Others are taken at [`SPACING`]-th positions, where
+    /// all conversations find them: the last ones of the step, so that a long one does not take every place.
     pub(super) fn expect(&mut self, seq: SeqId, from: usize, to: usize, is_prompt: bool, blocks: &[u32]) {
         let edge = to.saturating_sub(1) / BLOCK * BLOCK;
         self.live[seq.0 as usize].is_prompt = is_prompt;
-        if is_prompt && !edge.is_multiple_of(SPACING) {
+        let part = self.live[seq.0 as usize].part.filter(|part| (from + 1..=to).contains(part));
+        if let Some(part) = part.filter(|part| !part.is_multiple_of(SPACING)) {
+            self.plan(seq, part, false);
+        }
+        if is_prompt && !edge.is_multiple_of(SPACING) && part != Some(edge) {
             match edge.cmp(&from) {
                 Ordering::Greater => self.plan(seq, edge, true),
                 Ordering::Equal => self.snapshot(seq, blocks, true),
@@ -229,7 +235,7 @@ impl States {
     /// The step is done: the state of a sequence, whose blocks these are, has seen `at` positions, and its snapshots
     /// count.
     pub(super) fn keep(&mut self, seq: SeqId, at: usize, blocks: &[u32]) {
-        let Live { place, edge, is_prompt, .. } = self.live[seq.0 as usize];
+        let Live { place, edge, is_prompt, part, .. } = self.live[seq.0 as usize];
         // An answer leaves its prompt's last one alone.
         let mut edge = edge.filter(|_| is_prompt);
         let mut i = 0;
@@ -246,7 +252,7 @@ impl States {
                 self.drop_edge(edge.replace((snapshot, blocks[block])), snapshot);
             }
         }
-        self.live[seq.0 as usize] = Live { at, place: 1 - place, edge, is_prompt };
+        self.live[seq.0 as usize] = Live { at, place: 1 - place, edge, is_prompt, part };
     }
 
     /// Clears the snapshot at an earlier edge, if it is still that and not the one that came instead.
@@ -313,7 +319,7 @@ impl States {
             (position <= most).then_some((snapshot, position))
         });
         let live = &mut self.live[seq.0 as usize];
-        live.edge = None;
+        (live.edge, live.part) = (None, None);
         live.at = found.map_or(0, |(_, position)| position);
         let (at, place) = (live.at, live.place);
         if let Some((snapshot, _)) = found {
@@ -328,6 +334,43 @@ impl States {
     /// As [`Self::go_to`], if the state has seen more.
     pub(super) fn go_back(&mut self, seq: SeqId, blocks: &[u32], most: usize) -> usize {
         if self.at(seq) <= most { self.at(seq) } else { self.go_to(seq, blocks, most) }
+    }
+
+    /// f32 of a state.
+    pub(super) const fn len(&self) -> usize {
+        self.len
+    }
+
+    /// The snapshot of a block that has seen so many of its positions.
+    pub(super) fn snapshot_of(&self, block: u32, fill: usize) -> Option<&[f32]> {
+        let snapshot = self.of_block[block as usize]? as usize;
+        let at = self.of_snapshot(snapshot);
+        (self.snapshots[snapshot].fill == fill).then(|| &self.memory[at..at + self.len])
+    }
+
+    /// Where the state of a sequence that is empty is read into, in parts, until it has [arrived](Self::arrive).
+    pub(super) fn room(&mut self, seq: SeqId) -> &mut [f32] {
+        let at = self.of_sequence(seq, self.live[seq.0 as usize].place);
+        &mut self.memory[at..at + self.len]
+    }
+
+    /// The state of a sequence was read, which is that after `at` positions, the last of which is in the last of these
+    /// blocks: a snapshot of it stays.
+    pub(super) fn arrive(&mut self, seq: SeqId, at: usize, blocks: &[u32]) {
+        let live = &mut self.live[seq.0 as usize];
+        (live.at, live.edge, live.part) = (at, None, None);
+        self.snapshot(seq, blocks, false);
+    }
+
+    /// Others are known to have the sequence's tokens up to there, the edge of a block, and to go on otherwise, or may
+    /// begin there as it did.
+    pub(super) fn part_at(&mut self, seq: SeqId, position: usize) {
+        self.live[seq.0 as usize].part = Some(position);
+    }
+
+    /// Where that is.
+    pub(super) fn parting(&self, seq: SeqId) -> Option<usize> {
+        self.live[seq.0 as usize].part
     }
 
     /// For tests: the state.

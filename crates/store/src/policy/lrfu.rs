@@ -58,6 +58,16 @@ impl Policy for Lrfu {
         self.slots.reinsert(slot, key);
     }
 
+    fn outweighs(&mut self, record: u32, stamp: u64, margin: f32) -> bool {
+        self.used(record, stamp);
+        let Some(first) = self.slots.first() else { return true };
+        let weight = |record: u32| {
+            let (weight, last) = self.uses[record as usize];
+            weight * (-(stamp.saturating_sub(last) as f64) / self.half_life).exp2() as f32
+        };
+        weight(record) > weight(self.records[first as usize]) + margin
+    }
+
     fn evict(&mut self, take: &mut dyn FnMut(u32) -> bool) -> Option<u32> {
         self.slots.take_first(take)
     }

@@ -26,6 +26,14 @@ pub trait Policy: Send {
     /// `slot` was demanded again.
     fn touch(&mut self, slot: u32, stamp: u64);
 
+    /// `record`, which no slot holds, was demanded, and what it is needed for may be done without it: whether it should
+    /// have the slot of what would be parted with first, having been used more, of late, by `margin` uses. A use that
+    /// [`Self::insert`] counts then is counted once.
+    fn outweighs(&mut self, record: u32, stamp: u64, margin: f32) -> bool {
+        let _ = (record, stamp, margin);
+        true
+    }
+
     /// Offers slots to `take`, the one to part with first, until it takes one; that one leaves the policy. None
     /// only after every slot was offered.
     fn evict(&mut self, take: &mut dyn FnMut(u32) -> bool) -> Option<u32>;
@@ -234,6 +242,15 @@ mod tests {
         lrfu.insert(0, 0, 5);
         lrfu.insert(1, 9, 5);
         assert_eq!(lrfu.evict(any), Some(1), "what 0 was used for before it left is remembered");
+        let mut lrfu = filled(PolicyKind::Lrfu);
+        assert!(!lrfu.outweighs(8, 5, 1.0), "a use of late is not one more than a use shortly before");
+        assert!(lrfu.outweighs(8, 5, 0.0) && !lrfu.outweighs(8, 5, 1.0), "the same use twice is one");
+        assert!(
+            lrfu.outweighs(8, 6, 0.75) && lrfu.outweighs(9, 500, 0.75),
+            "a second use, and what has faded"
+        );
+        assert_eq!(lrfu.evict(any), Some(0), "nothing was taken in");
+        assert!(PolicyKind::Lru.build(1, 2).outweighs(1, 0, 9.0));
         let mut slru = filled(PolicyKind::Slru);
         slru.touch(0, 4);
         assert_eq!([slru.evict(any), slru.evict(any)], [Some(1), Some(2)], "0 is protected");

@@ -71,6 +71,12 @@ impl Ordered {
         self.insert(slot, key);
     }
 
+    /// The slot of the smallest key.
+    pub(super) fn first(&self) -> Option<u32> {
+        let first = self.links[self.keys.len()][0].higher;
+        (first != self.end()).then_some(first)
+    }
+
     /// Offers slots by ascending key until one is taken, and takes that one out.
     pub(super) fn take_first(&mut self, take: &mut dyn FnMut(u32) -> bool) -> Option<u32> {
         let end = self.end();
@@ -124,6 +130,7 @@ mod tests {
                 let mut seen = Vec::new();
                 prop_assert_eq!(ordered.take_first(&mut |slot| { seen.push(slot); false }), None);
                 let expected: Vec<u32> = model.iter().map(|&(_, slot)| slot).collect();
+                prop_assert_eq!(ordered.first(), expected.first().copied());
                 prop_assert_eq!(seen, expected);
             }
             while !model.is_empty() {

@@ -1,43 +1,12 @@
-//! What every verb needs: weights, threads, kernels, and inputs in the forms that matrices take.
+//! What every verb needs: weights, threads, kernels.
 
+use smoe_format::ModelSpec;
 use smoe_format::expert_file::LayerTable;
-use smoe_format::{ModelSpec, Uniform};
-use smoe_kernels::{Activations, Input, Kernels, Matrix, Pool, Product, RopeStyle, matmul, matmul_all};
+use smoe_kernels::{Input, Kernels, Matrix, Pool, Product, RopeStyle, matmul, matmul_all};
 
+use crate::backend::input::Plane;
 use crate::rope::RopeTable;
 use crate::weights::{Tensor, Weights};
-
-/// Group sizes that an encoding can have: 16, 32, 64, 128.
-const MAX_GROUPS: usize = 4;
-
-/// f32 inputs of T tokens and, once coded matrices ask, their int8 forms: one per group size of the model.
-#[derive(Debug)]
-pub(super) struct Plane {
-    pub(super) x: Vec<f32>,
-    coded: Vec<Coded>,
-}
-
-#[derive(Debug)]
-struct Coded {
-    group: usize,
-    activations: Activations,
-    /// Made from the current `x`.
-    fresh: bool,
-}
-
-impl Plane {
-    pub(super) fn with_capacity(tokens: usize, cols: usize, groups: &[usize]) -> Self {
-        let coded =
-            |&group| Coded { group, activations: Activations::with_capacity(tokens, cols), fresh: false };
-        Self { x: vec![0.0; tokens * cols], coded: groups.iter().map(coded).collect() }
-    }
-
-    /// The first `len` values, to be overwritten.
-    pub(super) fn fill(&mut self, len: usize) -> &mut [f32] {
-        self.coded.iter_mut().for_each(|coded| coded.fresh = false);
-        &mut self.x[..len]
-    }
-}
 
 /// What every verb needs, apart from the planes.
 #[derive(Debug)]
@@ -87,30 +56,7 @@ impl Context {
         tokens: usize,
         f: impl FnOnce(&Input<'_>),
     ) {
-        let cols = matrices.first().map_or(0, Matrix::cols);
-        let Plane { x, coded } = plane;
-        let x = &x[..tokens * cols];
-        let coded_groups = matrices.iter().filter_map(Matrix::tiles).map(Uniform::group);
-        for group in coded_groups.filter(|_| !self.exact) {
-            for coded in coded.iter_mut().filter(|coded| coded.group == group && !coded.fresh) {
-                coded.activations.quantise_parallel(&self.pool, self.kernels, x, tokens, cols, group);
-                coded.fresh = true;
-            }
-        }
-        if self.exact {
-            return f(&Input::exact(x, tokens));
-        }
-        let mut fresh = coded.iter().filter(|coded| coded.fresh).map(|coded| coded.activations.view());
-        let Some(first) = fresh.next() else {
-            return f(&Input::new(x, tokens, &[]));
-        };
-        let mut views = [first; MAX_GROUPS];
-        let mut n = 1;
-        for view in fresh {
-            views[n] = view;
-            n += 1;
-        }
-        f(&Input::new(x, tokens, &views[..n]));
+        plane.with_forms(&self.pool, self.kernels, self.exact, matrices, tokens, f);
     }
 
     /// `out[t] = rms_norm(x[t])` for every row.

@@ -175,7 +175,7 @@ impl CpuBackend {
 }
 
 /// An expert's matrices where the disk put them, and tokens that it serves.
-fn expert_call<'a>(
+pub(crate) fn expert_call<'a>(
     table: &LayerTable,
     lease: &'a Lease,
     bias: Option<ExpertBias<'a>>,

@@ -1,6 +1,7 @@
 //! Puts a model on a device: uploads the backbone, claims planes, cache and tier, binds every kernel.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use smoe_format::expert_file::{LayerTable, TensorEntry};
 use smoe_format::{Encoding, FfnKind, ModelSpec, Uniform};
@@ -11,11 +12,12 @@ use smoe_gpu::{
     OwnMatmul, Projections as Projected, QkNorm, RopeAppend, RopeInput, RopePairs, Route, RouteInputs,
     RouteOutputs, RouterNorm, Rows, Shared, Slice, Weights as DeviceWeights, WorkList,
 };
-use smoe_kernels::{KvType, Matrix, Pool};
+use smoe_kernels::{Kernels, KvType, Matrix, Pool};
 use smoe_meter::TierMeter;
 
 use super::delta::{DeltaPlanes, Nets};
 use super::flow::{Flow, HALT_BYTES};
+use super::host::HostExperts;
 use super::latent::LatentPlanes;
 use super::ops::{Ends, Input, Layer, LayerOps, Lone, Mixer, Moe, Product, Routed, RowBuffer};
 use super::plan::{ATTENTION_SCRATCH, Widths, kv_format, layer_block_bytes};
@@ -24,16 +26,13 @@ use super::tier::ExpertTier;
 use super::weights::{DeviceMatrix, Uploader, stackable};
 use super::{GpuBackend, LISTS, Pending};
 use crate::EngineError;
-use crate::backend::{HEAD_ROWS, cpu};
+use crate::backend::{DeviceOpening, HEAD_ROWS, cpu};
 use crate::device::DevicePlan;
 use crate::engine::POLICY;
 use crate::kv::BLOCK;
 use crate::plan::Plan;
 use crate::rope::RopeTable;
 use crate::weights::{Delta as DeltaTensors, Ffn, LayerFfn, LayerWeights, Projections, Weights};
-
-/// Threads that copy experts: what saturates a bus; not measured.
-const COPY_THREADS: usize = 8;
 
 /// The planes that layers share: one layer runs at a time.
 pub(super) struct Planes {
@@ -108,8 +107,10 @@ impl GpuBackend {
         tables: &[LayerTable],
         plan: &Plan,
         device: DevicePlan,
+        kernels: Kernels,
         exact: bool,
     ) -> Result<Self, EngineError> {
+        let compiled = gpu.compile_times();
         let meter = Arc::new(TierMeter::default());
         let tier = ExpertTier::new(&gpu, tables, &device.slots, POLICY, meter.clone())?;
         let mut builder = Builder::new(&gpu, spec, weights, tables, plan, device.snapshots, exact)?;
@@ -132,13 +133,28 @@ impl GpuBackend {
         }
         let ends = builder.ends()?;
         let n_moe = moe_index;
-        let Builder { planes, kv, .. } = builder;
+        let Builder { planes, kv, up, .. } = builder;
+        let upload = up.spent;
         let router = n_moe * plan.chunk * spec.moe.n_experts;
-        let read = HALT_BYTES + floats(router + HEAD_ROWS * spec.vocab_size);
+        let few = layers.iter().filter_map(|layer: &Layer| layer.ops.moe()).map(|moe| moe.route.few()).min();
+        let few = few.unwrap_or(usize::MAX);
+        let halting = few.min(plan.chunk);
+        let host =
+            if device.holds_all() { None } else { HostExperts::new(spec, weights, tables, kernels, halting) };
+        let read = HALT_BYTES + floats(router + HEAD_ROWS * spec.vocab_size + halting * spec.d_model);
         let readbacks = [gpu.readback(read)?, gpu.readback(read)?];
         // Nothing waits for what was written: a device without room for it says so here, or at the first step.
         gpu.check()?;
-        let few = layers.iter().filter_map(|layer: &Layer| layer.ops.moe()).map(|moe| moe.route.few()).min();
+        let waited = Instant::now();
+        gpu.finish_kernels()?;
+        let times = gpu.compile_times();
+        let opening = DeviceOpening {
+            upload,
+            kernels: times.kernels - compiled.kernels,
+            shaders: times.shaders - compiled.shaders,
+            pipelines: times.pipelines - compiled.pipelines,
+            wait: waited.elapsed(),
+        };
         Ok(Self {
             recorder: Recorder::new(gpu.clone(), meter.clone()),
             tokens: 0,
@@ -159,7 +175,10 @@ impl GpuBackend {
             nets: planes.net.map(Nets::new),
             block: gpu.buffer("a block of keys and values", layer_block_bytes(spec, plan.kv))?,
             tier,
-            pool: Pool::new(plan.threads.min(COPY_THREADS), false),
+            host,
+            outputs: planes.outputs,
+            normed: planes.normed.float,
+            pool: Pool::new(plan.threads, false),
             lists,
             listed: 0,
             readbacks,
@@ -167,10 +186,11 @@ impl GpuBackend {
             logits: vec![0.0; HEAD_ROWS * spec.vocab_size],
             headed: Vec::with_capacity(HEAD_ROWS),
             host_hidden: Vec::new(),
-            flow: Flow::new(few.unwrap_or(usize::MAX), plan.chunk * spec.moe.top_k),
+            flow: Flow::new(few, plan.chunk * spec.moe.top_k),
             everyone: Vec::with_capacity(plan.chunk),
             tokens_done: 0,
             plan: device,
+            opening,
             spec: spec.clone(),
             meter,
             gpu,

@@ -46,6 +46,8 @@ pub(super) struct Flow {
     set: bool,
     /// The layer whose experts are to be brought.
     halted: Option<usize>,
+    /// That layer has been taken up again.
+    pub(super) resumed: bool,
     /// Layers that are recorded and not handed over.
     ahead: Option<Ahead>,
     /// The step that is likely to come, where nothing halts.
@@ -91,6 +93,8 @@ pub(super) struct Reading {
     turn: usize,
     /// The token that follows is among it.
     pub(super) chosen: bool,
+    /// So is the input of the experts of the layer that halted.
+    input: bool,
 }
 
 /// How many layers are handed over at once where they may halt.
@@ -127,6 +131,7 @@ impl Flow {
             at,
             set: false,
             halted: None,
+            resumed: false,
             ahead: None,
             foreseen: None,
             follows: Follows { continues: false, likely: false },
@@ -148,6 +153,7 @@ impl GpuBackend {
     pub(super) fn stop_flow(&mut self) {
         self.flow.ahead = None;
         self.flow.halted = None;
+        self.flow.resumed = false;
         self.clear_halt();
     }
 
@@ -388,7 +394,13 @@ impl GpuBackend {
             let len = 4 * rows * self.spec.vocab_size;
             step.read_back(&self.ends.logits.part(0, len as u64), readback, at);
         }
-        Reading { first, end, rows, turn, chosen }
+        let input = self.host.is_some() && !self.tier.holds_all();
+        if input {
+            let at = at + (4 * rows * self.spec.vocab_size) as u64;
+            let len = (4 * self.tokens * self.spec.d_model) as u64;
+            step.read_back(&self.normed.part(0, len), readback, at);
+        }
+        Reading { first, end, rows, turn, chosen, input }
     }
 
     /// Waits, and takes what the step copied: gives the layer that lacks experts.
@@ -401,14 +413,20 @@ impl GpuBackend {
         let per_layer = self.tokens * self.spec.moe.n_experts;
         let router = &mut self.router[reading.first * per_layer..reading.end * per_layer];
         let logits = &mut self.logits[..reading.rows * self.spec.vocab_size];
-        let len = HALT_BYTES as usize + 4 * (router.len() + logits.len());
+        let input = match &mut self.host {
+            Some(host) if reading.input => host.input(self.tokens),
+            _ => &mut [],
+        };
+        let len = HALT_BYTES as usize + 4 * (router.len() + logits.len() + input.len());
         let start = Instant::now();
         let readback = &self.readbacks[reading.turn];
         let (halt, chosen) = self.gpu.read_with(readback, submitted, len, |bytes| {
             let (halt, bytes) = bytes.split_at(HALT_BYTES as usize);
             let (routes, bytes) = bytes.split_at(4 * router.len());
+            let (rows, bytes) = bytes.split_at(4 * logits.len());
             bytemuck::cast_slice_mut(router).copy_from_slice(routes);
-            bytemuck::cast_slice_mut(logits).copy_from_slice(bytes);
+            bytemuck::cast_slice_mut(logits).copy_from_slice(rows);
+            bytemuck::cast_slice_mut(input).copy_from_slice(bytes);
             let word = |at: usize| [halt[at], halt[at + 1], halt[at + 2], halt[at + 3]];
             (f32::from_le_bytes(word(0)), u32::from_le_bytes(word(4)))
         })?;
@@ -436,6 +454,7 @@ impl GpuBackend {
             return false;
         }
         self.clear_halt();
+        self.flow.resumed = true;
         let tokens = self.tokens;
         if let Some(moe) = self.layers[layer].ops.moe() {
             // The layers behind it, though in vain, have had theirs.

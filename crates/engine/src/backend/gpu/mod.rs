@@ -12,6 +12,7 @@ mod begun;
 mod build;
 mod delta;
 mod flow;
+mod host;
 mod latent;
 mod measure;
 mod ops;
@@ -33,13 +34,16 @@ use smoe_meter::TierMeter;
 use smoe_store::Lease;
 
 use crate::EngineError;
-use crate::backend::{Advanced, Backend, DeviceTier, Follows, HEAD_ROWS, KernelTimes, Row, TokenCosts};
+use crate::backend::{
+    Advanced, Backend, DeviceOpening, DeviceTier, Follows, HEAD_ROWS, KernelTimes, Row, TokenCosts,
+};
 use crate::device::DevicePlan;
 use crate::forecast::DeviceRates;
 use crate::kv::{BlockCopy, KvCache};
 use crate::routes::Routes;
 use delta::Nets;
 use flow::{Flow, stamp};
+use host::{HostExperts, MARGIN};
 use ops::{Ends, Layer, LayerOps, Mixer, RowBuffer};
 pub(crate) use plan::{max_chunk, unsupported};
 use recorder::Recorder;
@@ -62,6 +66,7 @@ pub struct GpuBackend {
     gpu: Arc<Gpu>,
     spec: ModelSpec,
     plan: DevicePlan,
+    opening: DeviceOpening,
     meter: Arc<TierMeter>,
     recorder: Recorder,
     /// Tokens of the step.
@@ -94,7 +99,13 @@ pub struct GpuBackend {
     /// Room for a block of a layer on its way to another.
     block: Slice,
     tier: ExpertTier,
-    /// Copies experts to where the device fetches them.
+    /// What computes the experts that a step of a few tokens lacks; none where they are brought to the device.
+    host: Option<HostExperts>,
+    /// `[T, top_k, d_model]`, what experts made.
+    outputs: Slice,
+    /// Input of experts.
+    normed: Slice,
+    /// Copies experts to where the device fetches them, and computes some.
     pool: Pool,
     lists: Vec<WorkList>,
     /// Lists written since the last submit.
@@ -441,6 +452,11 @@ impl Backend for GpuBackend {
 
     fn experts(&mut self, layer: usize, ready: &mut Vec<Lease>, routes: &Routes) -> Result<(), EngineError> {
         let Some(index) = self.layers[layer].ops.moe().map(|moe| moe.index) else { return Ok(()) };
+        self.meter.misses.add(ready.len() as u64);
+        if self.flow.resumed && self.host.is_some() {
+            self.compute_here(index, ready, routes);
+            return Ok(());
+        }
         let mut batch = Vec::with_capacity(ready.len());
         for lease in ready.drain(..) {
             let expert = lease.key().expert;
@@ -455,7 +471,6 @@ impl Backend for GpuBackend {
                     }
                 }
             };
-            self.meter.misses.add(1);
             batch.push((slot, lease));
         }
         self.take_in(layer, &mut batch, routes);
@@ -468,6 +483,7 @@ impl Backend for GpuBackend {
     }
 
     fn finish(&mut self, _layer: usize, _routes: &Routes) -> Result<(), EngineError> {
+        self.flow.resumed = false;
         self.pending = Pending::Ffn;
         Ok(())
     }
@@ -543,6 +559,10 @@ impl Backend for GpuBackend {
         std::mem::replace(&mut self.recorder.profile, on.then(KernelTimes::default))
     }
 
+    fn opening(&self) -> Option<DeviceOpening> {
+        Some(self.opening)
+    }
+
     fn tier(&self) -> Option<DeviceTier> {
         Some(DeviceTier { plan: self.plan.clone(), meter: self.meter.clone() })
     }
@@ -561,6 +581,28 @@ impl GpuBackend {
         }
         self.gpu.write_all(&parts, &|tasks, task| self.pool.run(tasks, task));
         self.tier.tell(&self.gpu, index);
+    }
+
+    /// Computes experts of the halted layer on the processor, writes what they make where the device's own write it, and
+    /// brings it those that it is better off with.
+    fn compute_here(&mut self, index: usize, ready: &mut Vec<Lease>, routes: &Routes) {
+        let Self { host: Some(host), gpu, pool, outputs, tokens, .. } = self else { return };
+        host.compute(pool, index, *tokens, ready, routes, |pair, output| {
+            let bytes: &[u8] = bytemuck::cast_slice(output);
+            gpu.write(outputs, u64::from(pair) * bytes.len() as u64, bytes);
+        });
+        self.meter.computed.add(ready.len() as u64);
+        let mut batch = Vec::new();
+        for lease in ready.drain(..) {
+            let expert = lease.key().expert;
+            let stamp = self.tokens_done + stamp(routes, expert);
+            if self.tier.is_better_off_with(index, expert, stamp, MARGIN)
+                && let Admission::Slot(slot) = self.tier.admit(index, expert, stamp)
+            {
+                batch.push((slot, lease));
+            }
+        }
+        self.upload(index, &batch);
     }
 
     /// Writes experts into their slots, records them, and gives their leases back.

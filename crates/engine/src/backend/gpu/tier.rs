@@ -158,6 +158,13 @@ impl ExpertTier {
         self.step += 1;
     }
 
+    /// Counts a use of an expert that is not here, and says whether it has been used more, by `margin` uses of late, than what
+    /// its layer would give up for it.
+    pub(super) fn is_better_off_with(&mut self, index: usize, expert: u32, stamp: u64, margin: f32) -> bool {
+        let layer = &mut self.layers[index];
+        layer.policy.outweighs(expert, stamp, margin) || !layer.free.is_empty()
+    }
+
     /// A slot for an expert that is not here, its content given up. The device is told by [`Self::tell`].
     pub(super) fn admit(&mut self, index: usize, expert: u32, stamp: u64) -> Admission {
         let step = self.step;
