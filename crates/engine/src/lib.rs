@@ -39,7 +39,7 @@ pub use backend::{
 pub use device::DevicePlan;
 pub use engine::{
     Control, Engine, EngineInfo, EngineOptions, Finish, Limits, LookAheadReport, Meters, Observer, OpenTimes,
-    POLICY, is_finite, kernels, plan as plan_vault,
+    POLICY, is_finite, kernels, plan as plan_vault, plan_with_device,
 };
 pub use error::EngineError;
 pub use job::{Constraint, Driver, Ended, Event, Job, JobId, Load, Sink, Usage};

@@ -194,7 +194,8 @@ pub fn set_up(vault: &Vault, bench: &Bench, facts: &Facts) -> Record {
         record.set("device_dispatch_us", rounded(dispatch_s * 1e6));
         record.set("device_dispatch_in_token_us", rounded(dispatch_in_token_s * 1e6));
         // What its bytes take at the speed of a copy, and its dispatches.
-        let bytes_s = Touched::of(vault).all() as f64 / copy_bytes_per_s;
+        let touched = Touched::of(vault);
+        let bytes_s = (touched.all() + touched.states) as f64 / copy_bytes_per_s;
         for (dispatch, suffix) in [(dispatch_s, ""), (dispatch_in_token_s, "_in_token")] {
             let bound_s = bytes_s + f64::from(*dispatches) * dispatch;
             record.set(&format!("device_bound_by_dispatch{suffix}_ms"), rounded(bound_s * 1e3));

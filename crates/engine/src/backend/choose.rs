@@ -181,6 +181,30 @@ impl Chosen {
         plan(request)
     }
 
+    /// What will lie in its memory; none of the processor.
+    ///
+    /// # Errors
+    /// If the device is too small.
+    pub(crate) fn held(
+        &self,
+        vault: &Vault,
+        plan: &Plan,
+        vram: Option<u64>,
+        slots: Option<usize>,
+    ) -> Result<Option<crate::DevicePlan>, EngineError> {
+        let (spec, tables): (_, &[LayerTable]) = (&vault.spec, &vault.experts.layers);
+        #[cfg(feature = "cuda")]
+        if let Some(card) = &self.cuda {
+            return crate::DevicePlan::new(&cuda::facts(card), spec, tables, plan, vram, slots).map(Some);
+        }
+        #[cfg(feature = "gpu")]
+        if let Some(device) = &self.gpu {
+            return crate::DevicePlan::new(device.facts(), spec, tables, plan, vram, slots).map(Some);
+        }
+        let _ = (spec, tables, plan, vram, slots);
+        Ok(None)
+    }
+
     /// The backend. A GPU that is too small is an error if it was asked for, and the processor's case otherwise; one that
     /// is lost, or whose memory others hold, is the processor's in any case.
     ///

@@ -33,7 +33,7 @@ mod step;
 
 use look_ahead::LookAhead;
 pub use look_ahead::LookAheadReport;
-pub use open::{POLICY, kernels, plan};
+pub use open::{POLICY, kernels, plan, plan_with_device};
 use open::{READERS, open_store};
 pub use options::{Control, EngineInfo, EngineOptions, Finish, Limits, Meters, Observer, OpenTimes};
 use sessions::device_failure;
