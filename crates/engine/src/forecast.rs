@@ -26,6 +26,7 @@ use smoe_store::AlignedBuf;
 
 use crate::ceiling;
 use crate::device::DevicePlan;
+use crate::kv;
 use crate::vault::Vault;
 
 /// Bytes that a decoded token touches.
@@ -37,6 +38,8 @@ pub struct Touched {
     pub head: u64,
     /// Routed experts.
     pub experts: u64,
+    /// States of layers with linear attention, read and written.
+    pub states: u64,
     /// MoE layers.
     pub layers: usize,
     /// One expert of an average layer.
@@ -67,6 +70,7 @@ impl Touched {
             dense: all - embed - unseen - if spec.tied_head { 0 } else { head },
             head,
             experts: routed * spec.moe.top_k as u64,
+            states: 2 * kv::state_bytes(spec),
             layers: spec.moe_layers().count(),
         }
     }
@@ -76,7 +80,7 @@ impl Touched {
         self.dense + self.experts
     }
 
-    /// All of them.
+    /// All weights.
     #[must_use]
     pub const fn all(&self) -> u64 {
         self.dense + self.head + self.experts
@@ -431,7 +435,7 @@ mod tests {
         let spec = ModelSpec { moe, ..ModelSpec::default() };
         let expert = 2_506_752.0;
         let touched =
-            Touched { dense: 960_000_000, head: 330_000_000, experts: 962_592_768, layers: 48, expert };
+            Touched { dense: 960_000_000, head: 330_000_000, experts: 962_592_768, states: 0, layers: 48, expert };
         let plan = DevicePlan {
             device: "a card".to_owned(),
             budget_bytes: 0,

@@ -7,7 +7,10 @@ use crate::quantise::{GRID, Repeated};
 use crate::shader::{Access, Op};
 use crate::{CodedPlane, Gpu, GpuError, Slice, Step};
 
+const CHANNELS: &str = include_str!("wgsl/delta_channels.wgsl");
 const MIX: &str = include_str!("wgsl/delta_mix.wgsl");
+const STAGED: &str = include_str!("wgsl/delta_staged.wgsl");
+const LONE: &str = include_str!("wgsl/delta_lone.wgsl");
 const NET: &str = include_str!("wgsl/delta_net.wgsl");
 const EXIT: &str = include_str!("wgsl/delta_exit.wgsl");
 
@@ -253,11 +256,14 @@ pub struct DeltaOutputs<'a> {
 /// Convolution, states, norm and gate of a layer, for tokens of any runs; renews the states and leaves the marked copies.
 ///
 /// The arithmetic is the CPU's (`delta_net`, `rms_norm_in_place`, `swiglu`) in f32, decay too, and every sum has an order of its own that does not
-/// depend on tokens, runs or marks: a prompt has the bits of its tokens one by one. Three dispatches.
+/// depend on tokens, runs or marks: a prompt has the bits of its tokens one by one. Three dispatches, two
+/// of a lone token.
 #[derive(Clone, Debug)]
 pub struct DeltaNet {
     mix: Op,
     net: Op,
+    /// Both of a lone token.
+    lone: Op,
     exit: Op,
     tokens: usize,
     /// Workgroups of a token, of a run, of a token.
@@ -271,23 +277,23 @@ impl DeltaNet {
     /// For up to `tokens` tokens of the runs, over `states`, `[any number, state_len]` f32.
     ///
     /// The numbers in the runs must be of it, none of those that are written may be another run's or mark's, and a run's own `from` may be its `to`
-    /// only: the device does not check.
+    /// only, and not where one token is recorded: the device does not check.
     ///
     /// # Errors
     /// If the device refuses.
     ///
     /// # Panics
     /// If a shape does not match or [has no kernels](DeltaLayout::is_able).
-    pub fn new(
+    pub fn new<'a>(
         gpu: &Gpu,
         tokens: usize,
         layout: DeltaLayout,
-        input: DeltaInput<'_>,
-        weights: DeltaNetWeights<'_>,
-        runs: &StateRuns,
-        states: &Slice,
-        scratch: &DeltaScratch,
-        outputs: DeltaOutputs<'_>,
+        input: DeltaInput<'a>,
+        weights: DeltaNetWeights<'a>,
+        runs: &'a StateRuns,
+        states: &'a Slice,
+        scratch: &'a DeltaScratch,
+        outputs: DeltaOutputs<'a>,
     ) -> Result<Self, GpuError> {
         assert!(layout.is_able(), "{layout:?}");
         let DeltaLayout { n_key_heads, n_value_heads, key_dim, value_dim, .. } = layout;
@@ -314,36 +320,43 @@ impl DeltaNet {
         assert!(out.is_some() || coded.is_some(), "states without outputs");
 
         let marks_at = RUN * runs.runs;
-        let mix = layout
-            .draft(&input, Draft::default())
-            .float(64, 4)
-            .constant("TOKENS_AT", marks_at + MARK * runs.marks)
-            .buffer("words", "u32", Access::Read, &runs.words)
-            .buffer("plane", "vec4<f32>", Access::Read, plane)
-            .buffer("taps", "vec4<f32>", Access::Read, weights.taps)
-            .buffer("rates", "f32", Access::Read, weights.rates)
-            .buffer("states", "vec4<f32>", Access::Read, states)
+        let channels = |draft: Draft<'a>, access: Access| {
+            layout
+                .draft(&input, draft)
+                .float(64, 4)
+                .constant("MARKS_AT", marks_at)
+                .constant("TOKENS_AT", marks_at + MARK * runs.marks)
+                .buffer("words", "u32", Access::Read, &runs.words)
+                .buffer("plane", "vec4<f32>", Access::Read, plane)
+                .buffer("taps", "vec4<f32>", Access::Read, weights.taps)
+                .buffer("rates", "f32", Access::Read, weights.rates)
+                .buffer("states", "vec4<f32>", access, states)
+                .text(CHANNELS)
+        };
+        let mix = channels(Draft::default(), Access::Read)
             .buffer("mixed", "vec4<f32>", Access::Write, &scratch.mixed)
             .text(MIX)
             .op(gpu, "inputs of states")?;
 
         let lanes = LANES.min(1 << gpu.facts().subgroup.0.ilog2());
         let parts = (key_dim / 4).div_ceil(lanes);
-        let draft = layout
-            .draft(&input, Draft::default())
-            .constant("MARKS_AT", marks_at)
-            .constant("LANES", lanes)
-            .constant("THREADS", THREADS)
-            .constant("TILE", TILE)
-            .constant("PARTS", parts)
-            .buffer("words", "u32", Access::Read, &runs.words)
-            .buffer("plane", "vec4<f32>", Access::Read, plane)
-            .buffer("mixed", "vec4<f32>", Access::Read, &scratch.mixed)
-            .buffer("states", "vec4<f32>", Access::Write, states)
-            .buffer("out", "vec2<f32>", Access::Write, &scratch.found);
+        let repeated = Repeated::on(gpu)?;
+        let of_states = |tile: usize| {
+            channels(Draft::default(), Access::Write)
+                .constant("LANES", lanes)
+                .constant("THREADS", THREADS)
+                .constant("TILE", tile)
+                .constant("PARTS", parts)
+                .buffer("out", "vec2<f32>", Access::Write, &scratch.found)
+        };
+        let rows = rows_lists(repeated, parts);
         let staged = TILE * (key_dim / 2 + THREADS / lanes / 2 + 1);
-        let net =
-            draft.loose_op(gpu, "states", &[NET, &lists(Repeated::on(gpu)?, staged, parts)].concat())?;
+        let net = of_states(TILE).buffer("mixed", "vec4<f32>", Access::Read, &scratch.mixed).loose_op(
+            gpu,
+            "states",
+            &[NET, STAGED, &rows, &staged_lists(repeated, staged)].concat(),
+        )?;
+        let lone = of_states(1).text(LONE).loose_op(gpu, "states of a token", &[NET, &rows].concat())?;
 
         let group = coded.map_or(64, |coded| coded.group);
         let team = gpu.team(group);
@@ -380,6 +393,7 @@ impl DeltaNet {
         Ok(Self {
             mix,
             net,
+            lone,
             exit,
             tokens,
             parts: [
@@ -402,35 +416,49 @@ impl DeltaNet {
         let [[mix, _], [net, heads], [exit, _]] = self.parts.map(|of| of.map(|n| n as u32));
         // Runs that there are not have no tokens. How many there are is not known when it is recorded.
         let (runs, tokens) = (self.runs.min(tokens) as u32, tokens as u32);
-        step.run(&self.mix, &[EPS.to_bits(), self.scale.to_bits()], [mix, tokens, 1]);
-        step.run(&self.net, &[], [net, heads, runs]);
+        let words = [EPS.to_bits(), self.scale.to_bits()];
+        if tokens == 1 {
+            step.run(&self.lone, &words, [net, heads, 1]);
+        } else {
+            step.run(&self.mix, &words, [mix, tokens, 1]);
+            step.run(&self.net, &words, [net, heads, runs]);
+        }
         step.run(&self.exit, &[self.eps.to_bits()], [exit, tokens, 1]);
     }
 }
 
-/// The functions of all items, and of all vectors of a row, of a lane.
-fn lists(repeated: Repeated, staged: usize, parts: usize) -> String {
-    let calls = |head: &str, n: usize, call: &dyn Fn(&str) -> String| repeated.calls(head, n as u32, call);
-    let items = staged.div_ceil(THREADS);
+/// The functions of all vectors of a row of a lane.
+fn rows_lists(repeated: Repeated, parts: usize) -> String {
+    let calls = |head: &str, call: &dyn Fn(&str) -> String| repeated.calls(head, parts as u32, call);
     let of_row = "s: ptr<function, Held>, sums: ptr<function, Sums>, at: u32";
     [
-        calls("read_items(ahead: ptr<function, Ahead>, run: Run, base: u32, lane: u32)", items, &|j| {
-            format!("read_item(ahead, run, base, lane, {j});")
-        }),
-        calls("stage_items(ahead: ptr<function, Ahead>, lane: u32)", items, &|j| {
-            format!("stage_item(ahead, lane, {j});")
-        }),
-        calls("load_parts(s: ptr<function, Held>, at: u32, part: u32)", parts, &|j| {
+        calls("load_parts(s: ptr<function, Held>, at: u32, part: u32)", &|j| {
             format!("load_part(s, at, part, {j});")
         }),
-        calls("leave_parts(s: ptr<function, Held>, at: u32, part: u32)", parts, &|j| {
+        calls("leave_parts(s: ptr<function, Held>, at: u32, part: u32)", &|j| {
             format!("leave_part(s, at, part, {j});")
         }),
-        calls(&format!("meet_parts({of_row}, decay: f32, part: u32)"), parts, &|j| {
+        calls(&format!("meet_parts({of_row}, decay: f32, part: u32)"), &|j| {
             format!("meet_part(s, sums, at, decay, part, {j});")
         }),
-        calls(&format!("take_parts({of_row}, d: vec2<f32>, part: u32)"), parts, &|j| {
+        calls(&format!("take_parts({of_row}, d: vec2<f32>, part: u32)"), &|j| {
             format!("take_part(s, sums, at, d, part, {j});")
+        }),
+    ]
+    .concat()
+}
+
+/// The functions of all items that a lane stages.
+fn staged_lists(repeated: Repeated, staged: usize) -> String {
+    let items = staged.div_ceil(THREADS) as u32;
+    [
+        repeated.calls(
+            "read_items(ahead: ptr<function, Ahead>, run: Run, base: u32, lane: u32)",
+            items,
+            |j| format!("read_item(ahead, run, base, lane, {j});"),
+        ),
+        repeated.calls("stage_items(ahead: ptr<function, Ahead>, run: Run, lane: u32)", items, |j| {
+            format!("stage_item(ahead, lane, {j});")
         }),
     ]
     .concat()

@@ -13,11 +13,12 @@ use smoe_format::spec::{Activation, GroupScore, GroupSpec, MoeSpec, RouterKind};
 use smoe_format::{Encoding, LayerTable, Table, TensorEntry, Uniform, Zero};
 use smoe_gpu::{
     Angles, Argmax, Attention, AttentionGate, AttentionHeads, AttentionOutputs, AttentionScratch,
-    CodedMatmul, CodedPlane, Columns, Delta, Down, Embed, ExactMatmul, ExpertInput, ExpertLayout,
-    FloatMatmul, GateUp, Gpu, GpuError, HeadColumns, HeadInput, HeadMatmul, HeadPlane, HeadTurn, Hidden,
-    KV_BLOCK, KvFormat, KvLayout, Lanes, LatentAppend, LatentAttention, LatentEntry, LatentExit, LatentInput,
-    LatentLayout, LatentNorm, LatentQueries, LatentRow, MixNorm, NormOutputs, OwnMatmul, Projections, QkNorm,
-    Quantise, RopeAppend, RopeInput, RopePairs, Route, RouteInputs, RouteOutputs, Rows, Shared, Slice,
+    CodedMatmul, CodedPlane, Columns, Delta, DeltaInput, DeltaLayout, DeltaNet, DeltaNetWeights,
+    DeltaOutputs, DeltaScratch, Down, Embed, ExactMatmul, ExpertInput, ExpertLayout, FloatMatmul, GateUp,
+    Gpu, GpuError, HeadColumns, HeadInput, HeadMatmul, HeadPlane, HeadTurn, Hidden, KV_BLOCK, KvFormat,
+    KvLayout, Lanes, LatentAppend, LatentAttention, LatentEntry, LatentExit, LatentInput, LatentLayout,
+    LatentNorm, LatentQueries, LatentRow, MixNorm, NormOutputs, OwnMatmul, Projections, QkNorm, Quantise,
+    RopeAppend, RopeInput, RopePairs, Route, RouteInputs, RouteOutputs, Rows, Shared, Slice, StateRuns,
     Tuning, Weights, WorkList,
 };
 
@@ -277,6 +278,7 @@ fn layer(gpu: &Gpu) -> Result<(), GpuError> {
         }
     }
     latent(gpu)?;
+    delta_nets(gpu)?;
 
     let n_experts = 64;
     let layout = {
@@ -304,6 +306,31 @@ fn layer(gpu: &Gpu) -> Result<(), GpuError> {
         Route::new(gpu, tokens, &moe, inputs, outputs)?;
     }
     Argmax::new(gpu, tokens, n_experts, &logits, &ids)?;
+    Ok(())
+}
+
+/// Gated delta nets, of keys whose rows fill lanes and of ones that do not.
+fn delta_nets(gpu: &Gpu) -> Result<(), GpuError> {
+    let tokens = 8;
+    for (key_dim, value_dim) in [(128, 128), (48, 16)] {
+        let layout = DeltaLayout { n_key_heads: 2, n_value_heads: 4, key_dim, value_dim, conv_width: 4 };
+        let (keys, values) = (2 * key_dim, 4 * value_dim);
+        let at = [0, keys, 2 * keys, 2 * keys + values, 2 * (keys + values), 2 * (keys + values) + 4];
+        let plane = floats(gpu, tokens * (at[5] + 4));
+        let (taps, rates) = (floats(gpu, 4 * (2 * keys + values)), floats(gpu, 8));
+        let (norm, states) = (floats(gpu, value_dim), floats(gpu, 2 * layout.state_len()));
+        let runs = StateRuns::new(gpu, tokens, 2, 2)?;
+        let scratch = DeltaScratch::new(gpu, &layout, tokens)?;
+        let (out, coded) = (floats(gpu, tokens * values), CodedPlane::new(gpu, tokens, values, 64)?);
+        for outputs in [
+            DeltaOutputs { plane: Some(&out), coded: None },
+            DeltaOutputs { plane: None, coded: Some(&coded) },
+        ] {
+            let input = DeltaInput { plane: &plane, stride: at[5] + 4, at };
+            let weights = DeltaNetWeights { taps: &taps, rates: &rates, norm: &norm, eps: 1e-6 };
+            DeltaNet::new(gpu, tokens, layout, input, weights, &runs, &states, &scratch, outputs)?;
+        }
+    }
     Ok(())
 }
 

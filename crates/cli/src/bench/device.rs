@@ -8,6 +8,8 @@
 //! that is of another kernel than the last and waits for it, as those of a token do. Products of many tokens have `tmac_s` in its place, 10^12
 //! multiply-adds a second: what they are bound by.
 
+mod states;
+
 use std::time::{Duration, Instant};
 
 use serde_json::json;
@@ -221,6 +223,9 @@ impl Bench {
             // Of a latent's matrices of heads, into it and out of it.
             self.heads(name, heads, (512, 128), 1)?;
             self.heads(name, heads, (128, 512), 1)?;
+        }
+        for tokens in [1, 64, 512] {
+            self.states("qwen3-next", usize::div_ceil(tokens, scale))?;
         }
         Ok(self.figures)
     }

@@ -1,24 +1,19 @@
 // States of gated delta nets go through the tokens of runs. Rows of a state do not depend on each other: a team of lanes holds
 // two of them in registers, and all teams of a workgroup are of one value head. Workgroups: (runs of rows, value head, run).
 //
-// Needs: const KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, CONV, STRIDE, Q_AT, K_AT, V_AT, UNIT, STATE, MIXED as delta_mix.wgsl, MARKS_AT (in the
+// Needs: delta_channels.wgsl, const KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, CONV, STRIDE, Q_AT, K_AT, V_AT, UNIT, STATE, MIXED as delta_mix.wgsl, MARKS_AT (in the
 // words), LANES (of a team, of one subgroup), THREADS, TILE (tokens that are staged at once), PARTS (vectors of a row that a lane
-// holds); fn read_items, stage_items, load_parts, meet_parts, take_parts, leave_parts, which call the ones here; the buffers words
-// (u32), plane, states, mixed (vec4<f32>), out (vec2<f32>).
+// holds); fn read_items, stage_items (delta_staged.wgsl or delta_lone.wgsl); fn load_parts, meet_parts, take_parts, leave_parts, which call the ones here; the buffers words
+// (u32), plane, states (vec4<f32>), out (vec2<f32>).
 //
 // Per token and row: s = decay s; d = beta (v - s k); s = s + d k; out = s q. A sum over a row is a lane's vectors one after the
 // other, then its four columns, then lanes as a tree: the same however many tokens, runs and workgroups there are.
 
-struct Params { nothing: u32 }
+struct Params { eps: f32, scale: f32, nothing: u32 }
 var<immediate> p: Params;
 
-const NONE: u32 = 0xffffffffu;
-const PER_KEY: u32 = VALUE_HEADS / KEY_HEADS;
 const TEAMS: u32 = THREADS / LANES;
 // All that follow are vectors of four.
-const KEY_CHUNKS: u32 = KEY_DIM / 4u;
-const VALUE_CHUNKS: u32 = VALUE_DIM / 4u;
-const CHANNELS: u32 = 2u * KEY_CHUNKS + PER_KEY * VALUE_CHUNKS;
 const HISTORY: u32 = (CONV - 1u) * CHANNELS;
 // Values of a workgroup's rows.
 const ROW_CHUNKS: u32 = TEAMS / 2u;
@@ -52,29 +47,6 @@ var<workgroup> staged: array<vec4<f32>, TILE * STAGED>;
 var<private> head: u32;
 // The first vector of the workgroup's values among those of the head.
 var<private> row_chunk: u32;
-
-fn read_item(ahead: ptr<function, Ahead>, run: Run, base: u32, lane: u32, j: u32) {
-    let item = lane + THREADS * j;
-    // What is not there repeats something that is.
-    let token = min(base + item / STAGED, run.end - 1u) * (MIXED / 4u);
-    let i = item % STAGED;
-    var at = head / PER_KEY * 2u * KEY_CHUNKS + i;
-    if (i >= 2u * KEY_CHUNKS) {
-        let values = 2u * KEY_HEADS * KEY_CHUNKS;
-        at = values + head * VALUE_CHUNKS + min(row_chunk + i - 2u * KEY_CHUNKS, VALUE_CHUNKS - 1u);
-        if (i == STAGED - 1u) {
-            at = values + VALUE_HEADS * VALUE_CHUNKS + head / 2u;
-        }
-    }
-    (*ahead)[j] = mixed[token + at];
-}
-
-fn stage_item(ahead: ptr<function, Ahead>, lane: u32, j: u32) {
-    let item = lane + THREADS * j;
-    if (item < TILE * STAGED) {
-        staged[item] = (*ahead)[j];
-    }
-}
 
 /// Where the state of the workgroup's key head begins in a state.
 fn unit_of(state: u32) -> u32 {
@@ -194,7 +166,7 @@ fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) l
     let marks = words[at_run + 5u];
     for (var base = run.first; base < run.end; base += TILE) {
         workgroupBarrier();
-        stage_items(&ahead, lane);
+        stage_items(&ahead, run, lane);
         workgroupBarrier();
         if (base + TILE < run.end) {
             read_items(&ahead, run, base + TILE, lane);

@@ -195,6 +195,9 @@ fn runs_of_every_length_leave_their_states_and_marks() {
         let mut random = Random(n.into());
         let net = Net::new(layout, n as usize, 6, false, &mut random);
         for (from, to) in [(None, 0), (Some(1), 0), (Some(1), 1)] {
+            if n == 1 && from == Some(to) {
+                continue;
+            }
             // At both edges, and in between; those of one token once.
             let rows = if n < 3 { vec![n - 1] } else { vec![n - 1, 0, n / 2] };
             let marks: Vec<_> = rows.into_iter().zip(3..).map(|(row, to)| StateMark { row, to }).collect();
