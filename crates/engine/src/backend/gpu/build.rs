@@ -94,6 +94,18 @@ pub(super) const fn floats(n: usize) -> u64 {
     4 * n as u64
 }
 
+/// The weights that the input of a feed-forward part is multiplied by.
+fn multiplied(ffn: &LayerFfn, experts: Option<&LayerTable>) -> Vec<Encoding> {
+    let of = |ffn: &Ffn| [ffn.gate.encoding, ffn.up.encoding];
+    match ffn {
+        LayerFfn::Dense(dense) => of(dense).into(),
+        LayerFfn::Moe { router, shared, .. } => {
+            let routed = experts.iter().flat_map(|table| &table.tensors[..2]).map(|tensor| tensor.encoding);
+            routed.chain(shared.iter().flat_map(of)).chain([router.encoding]).collect()
+        }
+    }
+}
+
 impl GpuBackend {
     /// Puts the model on `gpu`, for steps of at most `plan.chunk` tokens. The weights here are not needed
     /// afterwards.
@@ -427,10 +439,11 @@ impl<'a> Builder<'a> {
         let (t, d) = (self.tokens, self.spec.d_model);
 
         let norm_weight = self.up.vector(&weights.attn_norm)?;
-        let enter = self.norm(&norm_weight, self.delta_before(layer), None, t, &self.planes.input)?;
-        let enter_plain = self.norm(&norm_weight, Delta::None, None, t, &self.planes.input)?;
+        let encodings: Vec<Encoding> = matrices.iter().map(Matrix::encoding).collect();
+        let input = self.planes.input.for_weights(&encodings);
+        let enter = self.norm(&norm_weight, self.delta_before(layer), None, t, &input)?;
+        let enter_plain = self.norm(&norm_weight, Delta::None, None, t, &input)?;
 
-        let input = Input { float: self.planes.input.float.clone(), coded: self.planes.input.coded.clone() };
         let projected = self.planes.projected.clone();
         let stacked = if stackable(&matrices) { Some(self.up.stack(&matrices)?) } else { None };
         let mut qkv = Vec::new();
@@ -495,10 +508,10 @@ impl<'a> Builder<'a> {
         let o_bias = weights.o_bias.as_ref().map(|bias| self.up.vector(bias)).transpose()?;
         let norm_weight = self.up.vector(&weights.ffn_norm)?;
         let added = Delta::Plane(&self.planes.delta, o_bias.as_ref());
-        let leave = self.norm(&norm_weight, added, None, t, &self.planes.normed)?;
-
         let normed =
-            Input { float: self.planes.normed.float.clone(), coded: self.planes.normed.coded.clone() };
+            self.planes.normed.for_weights(&multiplied(&weights.ffn, tier.map(|(_, table, _)| table)));
+        let leave = self.norm(&norm_weight, added, None, t, &normed)?;
+
         let ops = match (&weights.ffn, tier) {
             (LayerFfn::Dense(ffn), _) => LayerOps::Dense(Box::new(self.resident(host, ffn, &normed)?)),
             (LayerFfn::Moe { router, router_bias, correction, shared, shared_scale, biases }, Some(tier)) => {
@@ -719,7 +732,10 @@ impl<'a> Builder<'a> {
     fn ends(&mut self) -> Result<Ends, EngineError> {
         let (t, d, vocab) = (self.tokens, self.spec.d_model, self.spec.vocab_size);
         let host: &'a Weights = self.weights;
-        let groups: Vec<usize> = self.planes.input.coded.iter().map(|plane| plane.group).collect();
+        let groups: Vec<usize> = match host.head.encoding.tiles() {
+            Some(tiles) if !self.exact => vec![tiles.group()],
+            _ => Vec::new(),
+        };
         let final_norm = self.up.vector(&host.final_norm)?;
         let few = HEAD_ROWS.min(t);
         let input = Input::new(self.gpu, HEAD_ROWS, d, &groups)?;
@@ -727,7 +743,7 @@ impl<'a> Builder<'a> {
         let ids = self.gpu.buffer("tokens", floats(t))?;
         let logits = self.gpu.buffer("logits", floats(HEAD_ROWS * vocab))?;
         let delta = self.delta_before(self.spec.n_layers());
-        let mix = self.norm(&final_norm, delta, None, t, &self.planes.input)?;
+        let mix = self.norm(&final_norm, delta, None, t, &self.planes.input.for_weights(&[]))?;
         let mix_few = self.norm(&final_norm, delta, None, few, &input)?;
         let choose = self.norm(&final_norm, Delta::None, Some((&chosen, HEAD_ROWS)), t, &input)?;
         let head = self.product(&[host.matrix(&host.head)], &input, HEAD_ROWS, &logits, vocab)?;
