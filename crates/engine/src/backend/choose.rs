@@ -153,19 +153,17 @@ impl Chosen {
             };
             if let Some(device) = &self.gpu {
                 let most = gpu::max_chunk(device.facts(), &vault.spec);
-                let (spec, tables) = (&vault.spec, &vault.experts.layers);
-                let (vram, slots) = (options.vram, options.device_slots);
                 let held =
-                    |plan: &Plan| crate::DevicePlan::new(device.facts(), spec, tables, plan, vram, slots);
+                    |plan: &Plan| self.held(vault, plan, options.vram, options.device_slots).ok().flatten();
                 let short = up_to(DEVICE_CHUNK, most)?;
                 // What has no room at all is refused where it is claimed.
-                if request.chunk.is_some() || held(&short).map_or(true, |held| held.holds_all()) {
+                if request.chunk.is_some() || held(&short).is_none_or(|held| held.holds_all()) {
                     return Ok(short);
                 }
                 let mut longest = MAX_CHUNK;
                 while longest > DEVICE_CHUNK {
                     let long = up_to(longest, most)?;
-                    if held(&long).is_ok_and(|held| held.plane_bytes <= held.budget_bytes / CHUNK_SHARE) {
+                    if held(&long).is_some_and(|held| held.plane_bytes <= held.budget_bytes / CHUNK_SHARE) {
                         return Ok(long);
                     }
                     longest /= 2;
