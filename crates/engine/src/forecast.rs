@@ -434,8 +434,14 @@ mod tests {
         let moe = MoeSpec { n_experts: 128, top_k: 8, ..MoeSpec::default() };
         let spec = ModelSpec { moe, ..ModelSpec::default() };
         let expert = 2_506_752.0;
-        let touched =
-            Touched { dense: 960_000_000, head: 330_000_000, experts: 962_592_768, states: 0, layers: 48, expert };
+        let touched = Touched {
+            dense: 960_000_000,
+            head: 330_000_000,
+            experts: 962_592_768,
+            states: 0,
+            layers: 48,
+            expert,
+        };
         let plan = DevicePlan {
             device: "a card".to_owned(),
             budget_bytes: 0,
