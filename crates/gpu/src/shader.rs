@@ -50,11 +50,15 @@ pub struct Kernel {
     bindings: Vec<Access>,
 }
 
+/// A kernel and what it was compiled from.
+type Sourced = (Arc<str>, Arc<Kernel>);
+
 /// The kernels that were asked for.
 #[derive(Debug, Default)]
 pub(crate) struct Kernels {
-    /// By name and source.
-    by_key: HashMap<String, Arc<Kernel>>,
+    /// By name, those of one name with their sources. A model asks some thousand times for some fifty kernels: sources, tens
+    /// of kilobytes, are compared: hashing them, and making a key of them, takes longer.
+    by_name: HashMap<String, Vec<Sourced>>,
     /// In the order in which they were asked for; those that [`Gpu::finish_kernels`] has not waited for.
     asked: Vec<Arc<Kernel>>,
 }
@@ -64,6 +68,17 @@ pub(crate) struct Kernels {
 pub struct Op {
     pub(crate) kernel: Arc<Kernel>,
     pub(crate) group: wgpu::BindGroup,
+}
+
+impl Kernels {
+    fn all(&self) -> impl Iterator<Item = &Sourced> {
+        self.by_name.values().flatten()
+    }
+
+    fn find(&self, shader: &Shader<'_>) -> Option<&Arc<Kernel>> {
+        let same = self.by_name.get(shader.name)?;
+        same.iter().find(|(source, _)| **source == *shader.source).map(|(_, kernel)| kernel)
+    }
 }
 
 impl Kernel {
@@ -122,15 +137,14 @@ impl Gpu {
     /// Every kernel that was asked for so far.
     #[must_use]
     pub fn compiled(&self) -> Vec<Arc<Kernel>> {
-        self.kernels().by_key.values().cloned().collect()
+        self.kernels().all().map(|(_, kernel)| kernel.clone()).collect()
     }
 
     /// Name and WGSL of every kernel that was asked for so far: for those who look at what becomes of it.
     #[must_use]
     pub fn sources(&self) -> Vec<(String, String)> {
-        let kernels = self.kernels();
-        let parts = kernels.by_key.keys().filter_map(|key| key.split_once('\n'));
-        parts.map(|(name, source)| (name.to_owned(), source.to_owned())).collect()
+        let own = |(source, kernel): &Sourced| (kernel.name.clone(), source.to_string());
+        self.kernels().all().map(own).collect()
     }
 
     fn kernels(&self) -> std::sync::MutexGuard<'_, Kernels> {
@@ -143,15 +157,13 @@ impl Gpu {
     /// If the device refuses one.
     pub fn idle(&self, kernels: &[Arc<Kernel>]) -> Result<Idle, GpuError> {
         let mut sources = Vec::new();
-        for (key, kernel) in &self.kernels().by_key {
+        for (source, kernel) in self.kernels().all() {
             if kernels.iter().any(|wanted| Arc::ptr_eq(wanted, kernel)) {
-                let source = key.split_once('\n').and_then(|(_, source)| idle_source(source));
-                sources.extend(source.map(|source| (kernel.clone(), source)));
+                sources.extend(idle_source(source).map(|source| (kernel.clone(), source)));
             }
         }
         let begin = |(kernel, source): (Arc<Kernel>, String)| {
-            let shader = Shader { name: &kernel.name, source: source.into(), bindings: &kernel.bindings };
-            let twin = self.begin(&shader)?;
+            let twin = self.begin(&kernel.name, source.into(), &kernel.bindings)?;
             Ok((kernel, twin))
         };
         // All are on their way before one is waited for.
@@ -167,15 +179,15 @@ impl Gpu {
     /// If the device was lost, refuses its bindings, or has refused it already. What it says of it later
     /// [`Gpu::finish_kernels`] tells.
     pub fn kernel(&self, shader: &Shader<'_>) -> Result<Arc<Kernel>, GpuError> {
-        let key = format!("{}\n{}", shader.name, shader.source);
         let mut kernels = self.kernels();
-        if let Some(kernel) = kernels.by_key.get(&key) {
+        if let Some(kernel) = kernels.find(shader) {
             let refusal = kernel.made.get().and_then(|_| self.refusal(kernel));
             return refusal.map_or_else(|| Ok(kernel.clone()), Err);
         }
-        let kernel = self.begin(shader)?;
+        let source: Arc<str> = shader.source.as_ref().into();
+        let kernel = self.begin(shader.name, source.clone(), shader.bindings)?;
         kernels.asked.push(kernel.clone());
-        kernels.by_key.insert(key, kernel.clone());
+        kernels.by_name.entry(shader.name.to_owned()).or_default().push((source, kernel.clone()));
         Ok(kernel)
     }
 
@@ -193,7 +205,9 @@ impl Gpu {
         let mut kernels = self.kernels();
         // Others may have asked meanwhile.
         kernels.asked.retain(|kernel| !asked.iter().any(|done| Arc::ptr_eq(done, kernel)));
-        kernels.by_key.retain(|_, kernel| !matches!(kernel.made.get(), Some(Err(_))));
+        for same in kernels.by_name.values_mut() {
+            same.retain(|(_, kernel)| !matches!(kernel.made.get(), Some(Err(_))));
+        }
         drop(kernels);
         self.check()?;
         first.map_or(Ok(()), Err)
@@ -238,21 +252,16 @@ impl Gpu {
     }
 
     /// Has a shader compiled.
-    fn begin(&self, shader: &Shader<'_>) -> Result<Arc<Kernel>, GpuError> {
-        let layouts = || self.layouts(shader.bindings);
-        let layouts = self.scoped(wgpu::ErrorFilter::Validation, layouts).map_err(|why| {
-            let (device, kernel) = (self.facts().to_string(), shader.name.to_owned());
-            GpuError::Kernel { device, kernel, why }
-        })?;
+    fn begin(&self, name: &str, source: Arc<str>, bindings: &[Access]) -> Result<Arc<Kernel>, GpuError> {
+        let layouts =
+            self.scoped(wgpu::ErrorFilter::Validation, || self.layouts(bindings)).map_err(|why| {
+                let (device, kernel) = (self.facts().to_string(), name.to_owned());
+                GpuError::Kernel { device, kernel, why }
+            })?;
         self.check()?;
-        let (name, bindings) = (shader.name.to_owned(), shader.bindings.to_vec());
-        let layout = layouts.pipeline.clone();
+        let (name, bindings, layout) = (name.to_owned(), bindings.to_vec(), layouts.pipeline.clone());
         let kernel = Arc::new(Kernel { name, made: OnceLock::new(), layouts, bindings });
-        self.compiler.begin(Job {
-            kernel: kernel.clone(),
-            source: shader.source.clone().into_owned(),
-            layout,
-        });
+        self.compiler.begin(Job { kernel: kernel.clone(), source, layout });
         Ok(kernel)
     }
 
