@@ -70,7 +70,7 @@ pub fn plan_with_device(
     facts: &MemoryFacts,
 ) -> Result<(Plan, Option<DevicePlan>), EngineError> {
     let chosen = Chosen::open(&options.device, vault, options.exact)?;
-    let plan = plan(vault, &chosen.adapt(&options.plan, vault), facts)?;
+    let plan = chosen.plan(vault, options, &|request| plan(vault, request, facts))?;
     let held = chosen.held(vault, &plan, options.vram, options.device_slots)?;
     Ok((plan, held))
 }
