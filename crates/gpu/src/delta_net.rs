@@ -18,7 +18,7 @@ const EXIT: &str = include_str!("wgsl/delta_exit.wgsl");
 const EPS: f32 = 1e-6;
 /// Threads of a workgroup that states go through tokens in.
 const THREADS: usize = 128;
-/// Lanes that share two rows of a state, at most (EXP-GPU-16: estimated).
+/// Lanes that share two rows of a state, at most (EXP-GPU-16).
 const LANES: usize = 8;
 /// Tokens that such a workgroup stages at once.
 const TILE: usize = 8;

@@ -45,18 +45,30 @@ fn softplus(x: f32) -> f32 {
 
 /// Four channels of a key head, which are at a column of the plane, of a token.
 fn channel_of(token: u32, first: u32, before: u32, head: u32, channel: u32, column: u32) -> vec4<f32> {
+    // All of this is on its way at once.
+    var weights: array<vec4<f32>, CONV>;
+    var inputs: array<vec4<f32>, CONV>;
+    for (var tap = 0u; tap < CONV; tap++) {
+        weights[tap] = taps[(head * CONV + tap) * CHANNELS + channel];
+        // Of a token before all, whatever is there.
+        inputs[tap] = plane[(max(token + tap, CONV - 1u) - (CONV - 1u)) * (STRIDE / 4u) + column];
+    }
+    // Positions before the run's first are remembered.
+    if (token - first < CONV - 1u) {
+        let unit = select((before * STATE + head * UNIT) / 4u, 0u, before == NONE);
+        var remembered: array<vec4<f32>, CONV>;
+        for (var tap = 0u; tap < CONV; tap++) {
+            let slot = min(token - first + tap, max(CONV, 2u) - 2u);
+            remembered[tap] = states[unit + slot * CHANNELS + channel];
+        }
+        for (var tap = 0u; tap < CONV; tap++) {
+            let old = select(remembered[tap], vec4(0.0), before == NONE);
+            inputs[tap] = select(inputs[tap], old, token - first + tap < CONV - 1u);
+        }
+    }
     var sum = vec4(0.0);
     for (var tap = 0u; tap < CONV; tap++) {
-        let w = taps[(head * CONV + tap) * CHANNELS + channel];
-        var input = vec4(0.0);
-        // Positions before the run's first are remembered.
-        let there = token + tap;
-        if (there >= first + CONV - 1u) {
-            input = plane[(there - (CONV - 1u)) * (STRIDE / 4u) + column];
-        } else if (before != NONE) {
-            input = states[(before * STATE + head * UNIT) / 4u + (there - first) * CHANNELS + channel];
-        }
-        sum = fma4(w, input, sum);
+        sum = fma4(weights[tap], inputs[tap], sum);
     }
     return vec4(silu(sum.x), silu(sum.y), silu(sum.z), silu(sum.w));
 }

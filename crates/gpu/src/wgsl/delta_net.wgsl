@@ -114,7 +114,7 @@ fn joined(sums: Sums) -> vec2<f32> {
 }
 
 /// Leaves the inputs of the convolution's last positions before `end` in a state: of this workgroup's values, and of queries and
-/// keys if it is the key head's first. A channel is always the same lane's, and goes from the oldest position on: so a state may be its own
+/// keys if it is the key head's first. A channel is always the same lane's, which reads it before it writes it: so a state may be its own
 /// successor.
 fn remember(run: Run, end: u32, state: u32, lane: u32) {
     let keys = select(0u, 2u * KEY_CHUNKS, row_chunk == 0u && head % PER_KEY == 0u);
@@ -130,14 +130,17 @@ fn remember(run: Run, end: u32, state: u32, lane: u32) {
             channel = 2u * KEY_CHUNKS + (head % PER_KEY) * VALUE_CHUNKS + c;
             column = V_AT / 4u + head * VALUE_CHUNKS + c;
         }
+        // All are on their way before the first is written.
+        var x: array<vec4<f32>, CONV>;
         for (var slot = 0u; slot + 1u < CONV; slot++) {
-            var x = vec4(0.0);
             if (slot + n >= CONV - 1u) {
-                x = plane[(end + slot - (CONV - 1u)) * (STRIDE / 4u) + column];
+                x[slot] = plane[(end + slot - (CONV - 1u)) * (STRIDE / 4u) + column];
             } else if (run.before != NONE) {
-                x = states[unit_of(run.before) + (slot + n) * CHANNELS + channel];
+                x[slot] = states[unit_of(run.before) + (slot + n) * CHANNELS + channel];
             }
-            states[unit_of(state) + slot * CHANNELS + channel] = x;
+        }
+        for (var slot = 0u; slot + 1u < CONV; slot++) {
+            states[unit_of(state) + slot * CHANNELS + channel] = x[slot];
         }
     }
 }
