@@ -63,7 +63,7 @@ pub fn plan(vault: &Vault, request: &PlanRequest, facts: &MemoryFacts) -> Result
 /// The same with a device if the options choose one, and what will lie in its memory.
 ///
 /// # Errors
-/// As [`Plan::new`] and [`DevicePlan::new`], and if the device cannot run the model.
+/// As [`Plan::new`], and if the device is too small or cannot run the model.
 pub fn plan_with_device(
     vault: &Vault,
     options: &EngineOptions,
