@@ -6,6 +6,10 @@
 //! positions. Without one of the two, state or blocks, the other is merely not found; nothing goes to the file in an order
 //! that matters.
 //!
+//! Many templates leave out of a conversation what the model thought, so the next turn does not go on from the end of the
+//! last. Where a conversation is seen to go on otherwise than something that is known, the file gets the state at the last
+//! edge of its prompt too.
+//!
 //! Of the ends of one conversation the file's last two are worth keeping, its own and the one before, from which its last
 //! turn can be said otherwise. Earlier ones stay while there is room, and are the first to give way.
 
@@ -225,7 +229,11 @@ impl KvCache {
             return;
         };
         let parting = states.parting(seq).filter(|&at| at <= tokens.len());
-        for (position, is_end) in parting.map(|at| (at, false)).into_iter().chain([(tokens.len(), true)]) {
+        // A step that was given up may have looked further.
+        let edge = parting.map_or(0, |_| states.prompt_edge(seq));
+        let edge = if edge > tokens.len() { 0 } else { edge };
+        let worth = [(parting.unwrap_or(0), false), (edge, true), (tokens.len(), true)];
+        for (position, is_end) in worth {
             let Some(index) = position.checked_sub(1).map(|last| last / BLOCK) else { continue };
             let parent = self.key_before(seq, index);
             let own = &tokens[index * BLOCK..position];

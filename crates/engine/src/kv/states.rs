@@ -56,6 +56,8 @@ struct Live {
     edge: Option<(usize, u32)>,
     /// The running step, or the last one, computes a part of a prompt.
     is_prompt: bool,
+    /// The last edge before its prompt's last token, from which its answer can be generated again.
+    prompt_edge: usize,
     /// Where others are known to go on otherwise: a block's edge.
     part: Option<usize>,
 }
@@ -157,7 +159,11 @@ impl States {
     /// all conversations find them: the last ones of the step, so that a long one does not take every place.
     pub(super) fn expect(&mut self, seq: SeqId, from: usize, to: usize, is_prompt: bool, blocks: &[u32]) {
         let edge = to.saturating_sub(1) / BLOCK * BLOCK;
-        self.live[seq.0 as usize].is_prompt = is_prompt;
+        let live = &mut self.live[seq.0 as usize];
+        live.is_prompt = is_prompt;
+        if is_prompt {
+            live.prompt_edge = edge;
+        }
         let part = self.live[seq.0 as usize].part.filter(|part| (from + 1..=to).contains(part));
         if let Some(part) = part.filter(|part| !part.is_multiple_of(SPACING)) {
             self.plan(seq, part, false);
@@ -235,7 +241,7 @@ impl States {
     /// The step is done: the state of a sequence, whose blocks these are, has seen `at` positions, and its snapshots
     /// count.
     pub(super) fn keep(&mut self, seq: SeqId, at: usize, blocks: &[u32]) {
-        let Live { place, edge, is_prompt, part, .. } = self.live[seq.0 as usize];
+        let Live { place, edge, is_prompt, .. } = self.live[seq.0 as usize];
         // An answer leaves its prompt's last one alone.
         let mut edge = edge.filter(|_| is_prompt);
         let mut i = 0;
@@ -252,7 +258,7 @@ impl States {
                 self.drop_edge(edge.replace((snapshot, blocks[block])), snapshot);
             }
         }
-        self.live[seq.0 as usize] = Live { at, place: 1 - place, edge, is_prompt, part };
+        self.live[seq.0 as usize] = Live { at, place: 1 - place, edge, ..self.live[seq.0 as usize] };
     }
 
     /// Clears the snapshot at an earlier edge, if it is still that and not the one that came instead.
@@ -319,7 +325,7 @@ impl States {
             (position <= most).then_some((snapshot, position))
         });
         let live = &mut self.live[seq.0 as usize];
-        (live.edge, live.part) = (None, None);
+        (live.edge, live.prompt_edge, live.part) = (None, 0, None);
         live.at = found.map_or(0, |(_, position)| position);
         let (at, place) = (live.at, live.place);
         if let Some((snapshot, _)) = found {
@@ -358,7 +364,7 @@ impl States {
     /// blocks: a snapshot of it stays.
     pub(super) fn arrive(&mut self, seq: SeqId, at: usize, blocks: &[u32]) {
         let live = &mut self.live[seq.0 as usize];
-        (live.at, live.edge, live.part) = (at, None, None);
+        (live.at, live.edge, live.prompt_edge, live.part) = (at, None, 0, None);
         self.snapshot(seq, blocks, false);
     }
 
@@ -371,6 +377,11 @@ impl States {
     /// Where that is.
     pub(super) fn parting(&self, seq: SeqId) -> Option<usize> {
         self.live[seq.0 as usize].part
+    }
+
+    /// The last edge of its prompt.
+    pub(super) fn prompt_edge(&self, seq: SeqId) -> usize {
+        self.live[seq.0 as usize].prompt_edge
     }
 
     /// For tests: the state.

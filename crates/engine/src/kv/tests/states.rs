@@ -34,9 +34,20 @@ fn ends(kv: &KvCache) -> (usize, [usize; 2]) {
 
 /// A step that computes the last of `tokens`, from `from` on.
 fn compute(kv: &mut KvCache, seq: SeqId, tokens: &[u32], from: usize) -> Result<(), EngineError> {
+    compute_as(kv, seq, tokens, from, true)
+}
+
+/// Of a prompt, or of an answer.
+fn compute_as(
+    kv: &mut KvCache,
+    seq: SeqId,
+    tokens: &[u32],
+    from: usize,
+    is_prompt: bool,
+) -> Result<(), EngineError> {
     kv.begin_step();
     kv.reserve(seq, from, tokens.len())?;
-    kv.expect(seq, from, tokens.len(), true);
+    kv.expect(seq, from, tokens.len(), is_prompt);
     let rows: Vec<Row> = (from..tokens.len()).map(|p| Row { seq, position: p as u32 }).collect();
     let (_, at) = ends(kv);
     for layer in linear().delta_layers() {
@@ -172,6 +183,29 @@ fn what_two_share_is_where_the_third_begins_after_a_restart() {
     let mut kv = opened(60, 8, &drive, room_for(200));
     assert_eq!(known(&mut kv, &tokens(3)), 96, "in the file");
     assert_eq!(talk(&mut kv, &tokens(4)), 96);
+}
+
+#[test]
+fn a_turn_without_the_thoughts_of_the_last_begins_at_its_prompts_edge() {
+    let drive = new_drive();
+    let (mut history, mut held) = (Vec::new(), Vec::new());
+    for turn in 0..4 {
+        let mut kv = opened(60, 8, &drive, room_for(200));
+        let prompt = [&history[..], &numbered(1000 * turn, 50)].concat();
+        let [thoughts, answer] = [numbered(1000 * turn + 100, 100), numbered(1000 * turn + 300, 20)];
+        let seq = kv.open().unwrap();
+        held.push(kv.adopt(seq, &prompt[..prompt.len() - 1]));
+        compute(&mut kv, seq, &prompt, held[turn as usize]).unwrap();
+        let said = [&prompt[..], &thoughts, &answer].concat();
+        compute_as(&mut kv, seq, &said, prompt.len(), false).unwrap();
+        is_whole(&kv, seq, &said);
+        kv.commit_all(seq, &said);
+        kv.close(seq);
+        flush(&mut kv);
+        history = [prompt, answer].concat();
+    }
+    // The first turn did not know; prompts are 50, 120, 190 and 260 long.
+    assert_eq!(held, [0, 0, 96, 160]);
 }
 
 #[test]
