@@ -8,7 +8,7 @@ use smoe_engine::forecast;
 use smoe_engine::kv::BLOCK;
 use smoe_engine::memory::MemoryFacts;
 use smoe_engine::plan::{Bytes, Plan};
-use smoe_engine::{DirectIo, OpenMode, Vault, plan_vault};
+use smoe_engine::{DevicePlan, DirectIo, OpenMode, Vault, plan_with_device};
 use smoe_store::{Disk as _, FileDisk, decoded_at_once};
 
 use crate::args::PlanArgs;
@@ -28,10 +28,10 @@ const SAVED: f64 = 0.14;
 pub fn plan(args: &PlanArgs) -> Result<(), Failure> {
     let vault = model::open_vault(&args.vault)?;
     let facts = MemoryFacts::detect();
-    let mut request = args.machine.plan();
-    request.reserved = model::text_bytes(&vault);
-    model::warn_of_memory(&request);
-    let plan = plan_vault(&vault, &request, &facts)?;
+    let mut options = args.machine.options();
+    options.plan.reserved = model::text_bytes(&vault);
+    model::warn_of_memory(&options.plan);
+    let (plan, device) = plan_with_device(&vault, &options, &facts)?;
     let decoding = Decoding::measure(&vault, &plan)?;
     if args.json {
         let json = json!({
@@ -59,6 +59,7 @@ pub fn plan(args: &PlanArgs) -> Result<(), Failure> {
             "chunk": plan.chunk,
             "threads": plan.threads,
             "kv": format!("{:?}", plan.kv).to_lowercase(),
+            "device": device.as_ref().map(of_device),
         });
         say!("{}", serde_json::to_string_pretty(&json)?);
         return Ok(());
@@ -99,10 +100,41 @@ pub fn plan(args: &PlanArgs) -> Result<(), Failure> {
     if let Some(decoding) = &decoding {
         decoding.print(&plan)?;
     }
+    if let Some(held) = &device {
+        let experts = held.slots.iter().sum::<usize>();
+        say!();
+        row("may use", held.budget_bytes, format!("on {}", held.device))?;
+        row("backbone", held.backbone_bytes, "resident".to_owned())?;
+        row("KV cache", held.kv_bytes, "in place of the one above".to_owned())?;
+        if held.state_bytes > 0 {
+            let note = format!("2 a session, {} snapshots, in place of those above", held.snapshots);
+            row("states", held.state_bytes, note)?;
+        }
+        row("planes", held.plane_bytes, format!("steps of up to {} tokens", plan.chunk))?;
+        let share = 100.0 * experts as f64 / held.n_experts.max(1) as f64;
+        row("experts", held.expert_bytes, format!("{experts} of {} ({share:.0} %)", held.n_experts))?;
+        row("in all", held.total_bytes(), String::new())?;
+    }
     if plan.holds_all() {
         say!("the ring holds every expert: after loading, nothing is read from disk");
     }
     Ok(())
+}
+
+/// What lies in a device's memory.
+fn of_device(held: &DevicePlan) -> Value {
+    json!({
+        "name": held.device,
+        "budget_bytes": held.budget_bytes,
+        "backbone_bytes": held.backbone_bytes,
+        "kv_bytes": held.kv_bytes,
+        "state_bytes": held.state_bytes,
+        "snapshots": held.snapshots,
+        "plane_bytes": held.plane_bytes,
+        "expert_bytes": held.expert_bytes,
+        "experts": held.slots.iter().sum::<usize>(),
+        "bytes": held.total_bytes(),
+    })
 }
 
 /// Whether decoding entropy-coded records keeps up with the disk, both measured.

@@ -57,6 +57,10 @@ pub struct DevicePlan {
     pub backbone_bytes: u64,
     /// Keys and values.
     pub kv_bytes: u64,
+    /// States of layers with linear attention: two a session, and snapshots.
+    pub state_bytes: u64,
+    /// Snapshots of states that there is room for.
+    pub snapshots: usize,
     /// Planes of a step.
     pub plane_bytes: u64,
     /// How experts come to them: never [`ExpertPath::Auto`].
@@ -73,7 +77,7 @@ impl DevicePlan {
     /// Everything together.
     #[must_use]
     pub const fn total_bytes(&self) -> u64 {
-        self.backbone_bytes + self.kv_bytes + self.plane_bytes + self.expert_bytes
+        self.backbone_bytes + self.kv_bytes + self.state_bytes + self.plane_bytes + self.expert_bytes
     }
 
     /// Every expert has a slot.

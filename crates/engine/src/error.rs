@@ -79,6 +79,18 @@ pub enum EngineError {
     /// The file of the KV cache cannot be used.
     #[error(transparent)]
     Spill(#[from] BlockFileError),
+    /// The bound of the file of the KV cache has no room for one state of the model's linear attention.
+    #[error(
+        "a file of {} holds no conversation of this model, whose linear attention has a large state: give it {} or \
+         more (--kv-cache-size)",
+        crate::plan::Bytes(*max_bytes), crate::plan::Bytes(*needed)
+    )]
+    SpillTooSmall {
+        /// The bound.
+        max_bytes: u64,
+        /// Bytes of a file with one state and its block.
+        needed: u64,
+    },
     /// The file of the KV cache failed again and again: conversations are kept in memory only from here on.
     #[error("the file of the KV cache failed {failures} times and is not used any more: {source}")]
     SpillGivenUp {

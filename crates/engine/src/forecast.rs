@@ -8,7 +8,7 @@
 //! hits      1 - 0.53 x^-1.1 (1 - share^2), x = slots of a layer / top_k
 //! halting   1 - hits^top_k, of a layer
 //! layer     (wait + done + 0.8 in vain) / done, of as many at once as make it least
-//! brought   slots / experts, of what is missing and the processor computes (EXP-GPU-20), else all
+//! brought   half of slots / experts, of what is missing and the processor computes (EXP-GPU-20), else all
 //! token     layers x layer + halting layers x two dispatches
 //!           + missed bytes / speed of products + brought bytes / speed of uploads
 //! ```
@@ -26,6 +26,7 @@ use smoe_store::AlignedBuf;
 
 use crate::ceiling;
 use crate::device::{DevicePlan, ExpertPath};
+use crate::kv;
 use crate::vault::Vault;
 
 /// Bytes that a decoded token touches.
@@ -37,6 +38,8 @@ pub struct Touched {
     pub head: u64,
     /// Routed experts.
     pub experts: u64,
+    /// States of layers with linear attention, read and written.
+    pub states: u64,
     /// MoE layers.
     pub layers: usize,
     /// One expert of an average layer.
@@ -67,6 +70,7 @@ impl Touched {
             dense: all - embed - unseen - if spec.tied_head { 0 } else { head },
             head,
             experts: routed * spec.moe.top_k as u64,
+            states: 2 * kv::state_bytes(spec),
             layers: spec.moe_layers().count(),
         }
     }
@@ -76,7 +80,7 @@ impl Touched {
         self.dense + self.experts
     }
 
-    /// All of them.
+    /// All weights.
     #[must_use]
     pub const fn all(&self) -> u64 {
         self.dense + self.head + self.experts
@@ -88,6 +92,8 @@ impl Touched {
 pub struct DeviceRates {
     /// Seconds of a decoded token whose experts are all there.
     pub token_s: f64,
+    /// Seconds of the first that it decoded.
+    pub first_s: f64,
     /// Kernels of it.
     pub dispatches: u32,
     /// What a layer takes more that is handed over by itself and waited for, seconds.
@@ -377,7 +383,7 @@ pub fn forecast(
         let hit_rate = hit_rate(plan, touched.layers, spec.moe.top_k);
         let share = plan.slots.iter().sum::<usize>() as f64 / plan.n_experts.max(1) as f64;
         let missed_s = if rates.computes_here {
-            share.mul_add(rates.upload_bytes_per_s.recip(), weights_bytes_per_s.recip())
+            (share / 2.0).mul_add(rates.upload_bytes_per_s.recip(), weights_bytes_per_s.recip())
         } else {
             rates.upload_bytes_per_s.recip()
         };
@@ -449,13 +455,21 @@ mod tests {
         let moe = MoeSpec { n_experts: 128, top_k: 8, ..MoeSpec::default() };
         let spec = ModelSpec { moe, ..ModelSpec::default() };
         let expert = 2_506_752.0;
-        let touched =
-            Touched { dense: 960_000_000, head: 330_000_000, experts: 962_592_768, layers: 48, expert };
+        let touched = Touched {
+            dense: 960_000_000,
+            head: 330_000_000,
+            experts: 962_592_768,
+            states: 0,
+            layers: 48,
+            expert,
+        };
         let plan = DevicePlan {
             device: "a card".to_owned(),
             budget_bytes: 0,
             backbone_bytes: 0,
             kv_bytes: 0,
+            state_bytes: 0,
+            snapshots: 0,
             plane_bytes: 0,
             path: ExpertPath::Staging,
             slots: vec![slots; 48],
@@ -464,6 +478,7 @@ mod tests {
         };
         let rates = DeviceRates {
             token_s: 7.4e-3,
+            first_s: 0.1,
             dispatches: 531,
             wait_s: 220e-6,
             upload_bytes_per_s: 20e9,

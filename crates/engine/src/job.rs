@@ -202,6 +202,8 @@ pub struct Load {
     pub kv_file_failures: u64,
     /// Blocks that gave way before the file had taken them.
     pub kv_lost: u64,
+    /// States of linear attention that it should have had, and that gave way before it had taken them.
+    pub kv_states_lost: u64,
     /// Positions of the longest conversation.
     pub context: usize,
 }

@@ -33,12 +33,13 @@ mod watch;
 mod weights;
 
 pub use backend::{
-    DeviceChoice, DeviceTier, ExpertObserver, ExpertSeen, KernelCost, KernelTimes, SharedObserver, TokenCosts,
+    DeviceChoice, DeviceOpening, DeviceTier, ExpertObserver, ExpertSeen, KernelCost, KernelTimes,
+    SharedObserver, TokenCosts,
 };
 pub use device::{DevicePlan, ExpertPath};
 pub use engine::{
-    Control, Engine, EngineInfo, EngineOptions, Finish, Limits, LookAheadReport, Meters, Observer, POLICY,
-    is_finite, kernels, plan as plan_vault,
+    Control, Engine, EngineInfo, EngineOptions, Finish, Limits, LookAheadReport, Meters, Observer, OpenTimes,
+    POLICY, is_finite, kernels, plan as plan_vault, plan_with_device,
 };
 pub use error::EngineError;
 pub use job::{Constraint, Driver, Ended, Event, Job, JobId, Load, Sink, Usage};

@@ -131,7 +131,7 @@ const CHUNK: usize = 512;
 pub(crate) const CHUNK_SHARE: u64 = 8;
 /// Snapshots of states may take this part of the budget, but there is one per session at least, and so many at most.
 /// EXP-ENGINE-09.
-const SNAPSHOT_SHARE: u64 = 32;
+pub(crate) const SNAPSHOT_SHARE: u64 = 32;
 const MAX_SNAPSHOTS: usize = 16;
 /// An automatic context asks for no more than this; longer ones are for the user to name.
 const CONTEXT: usize = 8192;

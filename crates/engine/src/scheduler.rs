@@ -690,6 +690,7 @@ impl Driver for Scheduler {
             kv_has_file: usage.has_file,
             kv_file_failures: usage.file_failures,
             kv_lost: usage.lost,
+            kv_states_lost: usage.lost_states,
             context: self.engine.plan().context,
         }
     }

@@ -86,6 +86,44 @@ fn a_lost_device_changes_who_computes_and_nothing_else() {
     assert_eq!(decode(&mut engine, &mut again, further[0]), expected[0][0]);
 }
 
+/// States and snapshots are lost too: what they held is computed again from the beginning, and snapshots are taken anew.
+#[test]
+fn states_of_a_lost_device_are_computed_again() {
+    let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+    let Some(gpu) = device() else { return };
+    let model = TinyModel::qwen3_next(55);
+    let dir = tempfile::tempdir().unwrap();
+    let vault = write_tiny(dir.path(), &model, "bf16", "bf16");
+    let mut cpu = options(RingSize::Auto, 16, 1);
+    cpu.plan.sessions = 2;
+    let (prompt, further) = (model.prompt(70, 1), model.prompt(6, 3));
+    let mut reference = open(&vault, &cpu);
+    let mut session = reference.open_session().unwrap();
+    reference.sync(&mut session, &prompt, &mut Control::default()).unwrap();
+    let expected: Vec<_> = further.iter().map(|&token| decode(&mut reference, &mut session, token)).collect();
+
+    let mut engine = open(&vault, &EngineOptions { device: DeviceChoice::Gpu(None), ..cpu });
+    assert!(engine.info().tier.is_some());
+    let mut session = engine.open_session().unwrap();
+    engine.adopt(&mut session, &prompt);
+    engine.sync(&mut session, &prompt, &mut Control::default()).unwrap();
+    further[..3].iter().for_each(|&token| drop(decode(&mut engine, &mut session, token)));
+    gpu.lose("pulled out");
+    for (i, &token) in further.iter().enumerate().skip(3) {
+        assert_eq!(decode(&mut engine, &mut session, token), expected[i], "{i}");
+    }
+    assert!(matches!(engine.take_warning(), Some(EngineError::DeviceLost { .. })));
+    assert!(engine.info().tier.is_none());
+    // To a snapshot that the processor has taken since, and from it again.
+    engine.sync(&mut session, &prompt, &mut Control::default()).unwrap();
+    assert_eq!(decode(&mut engine, &mut session, further[0]), expected[0]);
+    engine.close(session, true);
+    let mut again = engine.open_session().unwrap();
+    assert_eq!(engine.adopt(&mut again, &prompt), 64);
+    engine.sync(&mut again, &prompt, &mut Control::default()).unwrap();
+    assert_eq!(decode(&mut engine, &mut again, further[0]), expected[0]);
+}
+
 /// What a conversation held is computed again in as little room as windows have.
 #[test]
 fn a_conversation_many_windows_long_goes_on_without_its_device() {

@@ -114,6 +114,23 @@ fn steps_of_any_length_and_experts_held_or_not_give_the_same_bits() {
     }
 }
 
+/// Experts of which each product's input has its own group size: int8 is made where its reader needs it, by the kernels that
+/// make the rest.
+#[test]
+fn a_token_takes_as_many_kernels_whatever_group_sizes_experts_and_backbone_have() {
+    if !has_device() {
+        return;
+    }
+    let model = model(44);
+    let [together, apart] = ["q4/64", "mxfp4/32"].map(|experts| {
+        let dir = tempfile::tempdir().unwrap();
+        let vault = write_tiny(dir.path(), &model, experts, "q8/64");
+        let mut engine = open(&vault, &on_gpu(&settings(RingSize::Auto, 64), None));
+        engine.measure_device().unwrap().unwrap().dispatches
+    });
+    assert_eq!(together, apart);
+}
+
 /// Several at a time, greedy: steps of several conversations, beginnings that are shared, and steps that the device begins
 /// before anyone has asked for them.
 #[test]

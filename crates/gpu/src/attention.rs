@@ -12,6 +12,8 @@ use crate::{CodedPlane, Gpu, GpuError, Slice, Step};
 const ATTENTION: &str = include_str!("wgsl/attention.wgsl");
 const TURNED: &str = include_str!("wgsl/attention_turned.wgsl");
 const TURNS: &str = include_str!("wgsl/attention_turns.wgsl");
+const GATED: &str = include_str!("wgsl/attention_gated.wgsl");
+const UNGATED: &str = include_str!("wgsl/attention_ungated.wgsl");
 const COMBINE: &str =
     concat!(include_str!("wgsl/attention_join.wgsl"), include_str!("wgsl/attention_combine.wgsl"));
 
@@ -107,6 +109,17 @@ pub struct AttentionHeads<'a> {
     pub sinks: Option<&'a Slice>,
 }
 
+/// Numbers whose sigmoids outputs are multiplied with, `[tokens, stride]`.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionGate<'a> {
+    /// f32; may be the plane that queries are made of.
+    pub plane: &'a Slice,
+    /// Columns of a token.
+    pub stride: usize,
+    /// The first of as many columns as outputs have.
+    pub at: usize,
+}
+
 /// Where the outputs go; one of them at least.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct AttentionOutputs<'a> {
@@ -114,12 +127,18 @@ pub struct AttentionOutputs<'a> {
     pub plane: Option<&'a Slice>,
     /// As int8.
     pub coded: Option<&'a CodedPlane>,
+    /// What they are multiplied with before.
+    pub gate: Option<AttentionGate<'a>>,
 }
 
 impl AttentionOutputs<'_> {
     pub(crate) fn check(&self, tokens: usize, width: usize) {
         self.plane.iter().for_each(|plane| demand(plane, tokens * width, "outputs of attention"));
         self.coded.iter().for_each(|coded| demand_coded(coded, tokens, width));
+        if let Some(AttentionGate { plane, stride, at }) = self.gate {
+            demand(plane, tokens * stride, "gates of attention");
+            assert!(at + width <= stride, "columns {at} + {width} of {stride}");
+        }
         assert!(self.plane.is_some() || self.coded.is_some(), "attention without outputs");
     }
 }
@@ -152,7 +171,8 @@ impl<'a> Ending<'a> {
         self.cells().div_ceil(64 / gpu.team(self.group()))
     }
 
-    pub(crate) fn draft(&self, mut draft: Draft<'a>) -> Draft<'a> {
+    /// What a kernel that leaves outputs needs; of a gate's plane that is bound already, its `name`.
+    pub(crate) fn draft(&self, mut draft: Draft<'a>, name: Option<&str>) -> Draft<'a> {
         let Self { sinks, outputs, .. } = *self;
         draft = draft
             .constant("CELLS", self.cells())
@@ -164,6 +184,20 @@ impl<'a> Ending<'a> {
                 .buffer("sinks", "f32", Access::Read, sinks)
                 .text("fn sink_of(head: u32) -> f32 { return sinks[head]; }\n"),
             None => draft.text("fn sink_of(head: u32) -> f32 { return 0.0; }\n"),
+        };
+        draft = match outputs.gate {
+            Some(AttentionGate { plane, stride, at }) => {
+                draft = match name {
+                    Some(name) => {
+                        draft.text("fn gate_at(i: u32) -> f32 { return ").text(name).text("[i]; }\n")
+                    }
+                    None => draft
+                        .buffer("gates", "f32", Access::Read, plane)
+                        .text("fn gate_at(i: u32) -> f32 { return gates[i]; }\n"),
+                };
+                draft.constant("GATE_STRIDE", stride).constant("GATE_AT", at).text(GATED)
+            }
+            None => draft.text(UNGATED),
         };
         draft = match outputs.plane {
             Some(plane) => draft.plane("mixed", self.width(), Access::Write, plane),
@@ -191,7 +225,7 @@ impl<'a> Ending<'a> {
             .buffer("rows", "vec4<u32>", Access::Read, rows.rows)
             .buffer("sums", "vec4<f32>", Access::Read, &scratch.sums)
             .buffer("stats", "vec2<f32>", Access::Read, &scratch.stats);
-        self.draft(draft).op(gpu, "attention: combine")
+        self.draft(draft, None).op(gpu, "attention: combine")
     }
 }
 
@@ -328,17 +362,24 @@ impl Attention {
             + usize::from(sinks.is_some())
             + usize::from(outputs.plane.is_some())
             + 2 * usize::from(outputs.coded.is_some());
-        let fits = value_dim <= SPLIT && bound <= BINDINGS;
+        // Who makes queries has the gate's plane already.
+        let own_gate = |turns: Option<RopeInput<'a>>| {
+            let bound =
+                turns.zip(outputs.gate).is_some_and(|(turns, gate)| turns.projections.plane.is(gate.plane));
+            outputs.gate.is_some() && !bound
+        };
+        let fits = value_dim <= SPLIT && bound + usize::from(outputs.gate.is_some()) <= BINDINGS;
         let whole_heads = outputs.coded.is_none() || value_dim.is_multiple_of(group);
         let whole = |name: &str, turns: Option<RopeInput<'a>>| {
             let rest = [ATTENTION, include_str!("wgsl/attention_whole.wgsl")].concat();
             // Codes have the CPU's bits, so its end is not among the rest.
-            ending.draft(core(1, per_kv, turns)).loose_op(gpu, name, &rest)
+            let bound = (!own_gate(turns)).then_some("plane");
+            ending.draft(core(1, per_kv, turns), bound).loose_op(gpu, name, &rest)
         };
         // Every value of a split is on its way at once, and so are keys; and all of it has room.
         let turning = match turns.filter(|input| {
             input.check(1, n_heads, kv);
-            let bound = bound + input.bindings() + 2;
+            let bound = bound + input.bindings() + 2 + usize::from(own_gate(Some(*input)));
             let columns = (value_dim / 4).next_power_of_two();
             let shared = 16 * (head_dim / 4).max(2 * THREADS)
                 + 16 * SPLIT

@@ -3,7 +3,8 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
-use crate::shader::{Access, Kernel, Layouts};
+use crate::compile::{CompileTimes, Compiler, scoped};
+use crate::shader::{Access, Kernels, Layouts};
 use crate::{GpuError, import};
 
 /// What kind of device it is.
@@ -205,11 +206,12 @@ pub struct Gpu {
     pub(crate) queue: wgpu::Queue,
     /// What imports must be aligned to, or why there are none.
     pub(crate) import_alignment: Result<u64, String>,
-    failed: Arc<OnceLock<String>>,
+    pub(crate) failed: Arc<OnceLock<String>>,
     /// Allocations until a fault, and which.
     fault: Mutex<Option<(usize, Fault)>>,
     pub(crate) fused: OnceLock<bool>,
-    pub(crate) kernels: Mutex<HashMap<String, Arc<Kernel>>>,
+    pub(crate) kernels: Mutex<Kernels>,
+    pub(crate) compiler: Compiler,
     pub(crate) layouts: Mutex<HashMap<Vec<Access>, Layouts>>,
 }
 
@@ -269,6 +271,7 @@ impl Gpu {
         device.on_uncaptured_error(Arc::new(move |error: wgpu::Error| {
             let _ = refused.set(error.to_string());
         }));
+        let compiler = Compiler::new(device.clone(), failed.clone());
         Ok(Self {
             facts,
             device,
@@ -277,6 +280,7 @@ impl Gpu {
             failed,
             fault: Mutex::default(),
             fused: OnceLock::new(),
+            compiler,
             kernels: Mutex::default(),
             layouts: Mutex::default(),
         })
@@ -415,26 +419,12 @@ impl Gpu {
 
     /// Makes `f`'s objects, telling what the device says of them.
     pub(crate) fn scoped<T>(&self, filter: wgpu::ErrorFilter, f: impl FnOnce() -> T) -> Result<T, String> {
-        let scope = self.device.push_error_scope(filter);
-        let made = f();
-        match pollster::block_on(scope.pop()) {
-            Some(error) => Err(error.to_string()),
-            None => Ok(made),
-        }
+        scoped(&self.device, filter, f)
     }
 
-    /// The kernel of this source, made if it is new.
-    pub(crate) fn kernel_once(
-        &self,
-        key: &str,
-        make: impl FnOnce() -> Result<Kernel, GpuError>,
-    ) -> Result<Arc<Kernel>, GpuError> {
-        let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(kernel) = kernels.get(key) {
-            return Ok(kernel.clone());
-        }
-        let kernel = Arc::new(make()?);
-        kernels.insert(key.to_owned(), kernel.clone());
-        Ok(kernel)
+    /// What compiling kernels has taken so far.
+    #[must_use]
+    pub fn compile_times(&self) -> CompileTimes {
+        self.compiler.times()
     }
 }

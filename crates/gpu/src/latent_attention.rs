@@ -136,7 +136,7 @@ impl LatentAttention {
             let core = core(cut, true);
             let group = ending.group();
             let draft = bound(&core).float(group, gpu.team(group)).text(kv.format.widen());
-            let op = ending.draft(draft).loose_op(gpu, "latent attention, whole", &core.text())?;
+            let op = ending.draft(draft, None).loose_op(gpu, "latent attention, whole", &core.text())?;
             Ok((cut.heads, op))
         };
         // Otherwise groups are of several heads.

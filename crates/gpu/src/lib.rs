@@ -13,7 +13,9 @@
 mod attention;
 mod ceiling;
 mod coded;
+mod compile;
 mod cut;
+mod delta_net;
 mod device;
 mod error;
 mod expert_layout;
@@ -39,10 +41,15 @@ mod step;
 mod tiling;
 mod work;
 
-pub use attention::{Attention, AttentionHeads, AttentionOutputs, AttentionScratch};
+pub use attention::{Attention, AttentionGate, AttentionHeads, AttentionOutputs, AttentionScratch};
 pub use ceiling::{CopyKernel, Links};
 pub use coded::{CodedMatmul, Columns, ExactMatmul, OwnMatmul, Weights};
+pub use compile::CompileTimes;
 pub use cut::{Lanes, Tuning};
+pub use delta_net::{
+    DeltaInput, DeltaLayout, DeltaNet, DeltaNetWeights, DeltaOutputs, DeltaScratch, StateMark, StateRun,
+    StateRuns,
+};
 pub use device::{DeviceFacts, DeviceKind, Fault, Gpu, Software, devices};
 pub use error::GpuError;
 pub use expert_layout::ExpertLayout;

@@ -418,7 +418,8 @@ impl MixNorm {
         let fused = coded.first().filter(|_| bound + 2 <= BINDINGS);
         let rest = &coded[usize::from(fused.is_some())..];
         assert!(plane.is_some() || rest.is_empty(), "several int8 planes need the f32 plane");
-        let cut = NormCut::new(gpu, d, fused.map(|coded| coded.group), None);
+        // Sums have the order of the first int8 plane's groups, whoever makes it: so have a lone token's kernels.
+        let cut = NormCut::new(gpu, d, coded.first().map(|coded| coded.group), None);
         let mut draft = cut
             .draft(Draft::default())
             .flag("NORMED", plane.is_some())

@@ -5,8 +5,10 @@
 //! is as long as the launcher demands.
 
 use std::borrow::Cow;
-use std::sync::{Arc, PoisonError};
+use std::collections::HashMap;
+use std::sync::{Arc, OnceLock, PoisonError};
 
+use crate::compile::Job;
 use crate::device::IMMEDIATES;
 use crate::memory::Slice;
 use crate::{Gpu, GpuError};
@@ -38,13 +40,27 @@ pub(crate) struct Layouts {
     pipeline: wgpu::PipelineLayout,
 }
 
-/// A compiled kernel.
+/// A kernel: compiled, or on its way.
 #[derive(Debug)]
 pub struct Kernel {
     pub(crate) name: String,
-    pub(crate) pipeline: wgpu::ComputePipeline,
-    layout: wgpu::BindGroupLayout,
+    /// What it was compiled to, or why it was not.
+    made: OnceLock<Result<wgpu::ComputePipeline, String>>,
+    layouts: Layouts,
     bindings: Vec<Access>,
+}
+
+/// A kernel and what it was compiled from.
+type Sourced = (Arc<str>, Arc<Kernel>);
+
+/// The kernels that were asked for.
+#[derive(Debug, Default)]
+pub(crate) struct Kernels {
+    /// By name, those of one name with their sources. A model asks some thousand times for some fifty kernels: sources, tens
+    /// of kilobytes, are compared: hashing them, and making a key of them, takes longer.
+    by_name: HashMap<String, Vec<Sourced>>,
+    /// In the order in which they were asked for; those that [`Gpu::finish_kernels`] has not waited for.
+    asked: Vec<Arc<Kernel>>,
 }
 
 /// A kernel over the buffers it works on.
@@ -54,11 +70,35 @@ pub struct Op {
     pub(crate) group: wgpu::BindGroup,
 }
 
+impl Kernels {
+    fn all(&self) -> impl Iterator<Item = &Sourced> {
+        self.by_name.values().flatten()
+    }
+
+    fn find(&self, shader: &Shader<'_>) -> Option<&Arc<Kernel>> {
+        let same = self.by_name.get(shader.name)?;
+        same.iter().find(|(source, _)| **source == *shader.source).map(|(_, kernel)| kernel)
+    }
+}
+
 impl Kernel {
     /// Its name.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name
+    }
+
+    /// Once it is compiled.
+    ///
+    /// # Errors
+    /// Why it was not.
+    pub(crate) fn pipeline(&self) -> Result<&wgpu::ComputePipeline, &str> {
+        self.made.wait().as_ref().map_err(String::as_str)
+    }
+
+    /// What became of it; the first word counts.
+    pub(crate) fn tell(&self, made: Result<wgpu::ComputePipeline, String>) {
+        let _ = self.made.set(made);
     }
 }
 
@@ -66,13 +106,13 @@ impl Kernel {
 #[derive(Debug, Default)]
 pub struct Idle {
     /// Of those that have a twin.
-    twins: Vec<(Arc<Kernel>, Kernel)>,
+    twins: Vec<(Arc<Kernel>, Arc<Kernel>)>,
 }
 
 impl Idle {
     /// What runs in a kernel's place.
     pub(crate) fn twin_of(&self, kernel: &Arc<Kernel>) -> Option<&Kernel> {
-        self.twins.iter().find(|(of, _)| Arc::ptr_eq(of, kernel)).map(|(_, twin)| twin)
+        self.twins.iter().find(|(of, _)| Arc::ptr_eq(of, kernel)).map(|(_, twin)| &**twin)
     }
 }
 
@@ -94,18 +134,21 @@ impl Op {
 }
 
 impl Gpu {
-    /// Every kernel that was compiled so far.
+    /// Every kernel that was asked for so far.
     #[must_use]
     pub fn compiled(&self) -> Vec<Arc<Kernel>> {
-        self.kernels.lock().unwrap_or_else(PoisonError::into_inner).values().cloned().collect()
+        self.kernels().all().map(|(_, kernel)| kernel.clone()).collect()
     }
 
-    /// Name and WGSL of every kernel that was compiled so far: for those who look at what becomes of it.
+    /// Name and WGSL of every kernel that was asked for so far: for those who look at what becomes of it.
     #[must_use]
     pub fn sources(&self) -> Vec<(String, String)> {
-        let kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
-        let parts = kernels.keys().filter_map(|key| key.split_once('\n'));
-        parts.map(|(name, source)| (name.to_owned(), source.to_owned())).collect()
+        let own = |(source, kernel): &Sourced| (kernel.name.clone(), source.to_string());
+        self.kernels().all().map(own).collect()
+    }
+
+    fn kernels(&self) -> std::sync::MutexGuard<'_, Kernels> {
+        self.kernels.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Twins of these kernels that do nothing, of those that can have one.
@@ -114,29 +157,66 @@ impl Gpu {
     /// If the device refuses one.
     pub fn idle(&self, kernels: &[Arc<Kernel>]) -> Result<Idle, GpuError> {
         let mut sources = Vec::new();
-        {
-            let compiled = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
-            for (key, kernel) in compiled.iter() {
-                if kernels.iter().any(|wanted| Arc::ptr_eq(wanted, kernel)) {
-                    let source = key.split_once('\n').and_then(|(_, source)| idle_source(source));
-                    sources.extend(source.map(|source| (kernel.clone(), source)));
-                }
+        for (source, kernel) in self.kernels().all() {
+            if kernels.iter().any(|wanted| Arc::ptr_eq(wanted, kernel)) {
+                sources.extend(idle_source(source).map(|source| (kernel.clone(), source)));
             }
         }
-        let twins = sources.into_iter().map(|(kernel, source)| {
-            let shader = Shader { name: &kernel.name, source: source.into(), bindings: &kernel.bindings };
-            let twin = self.compile(&shader)?;
+        let begin = |(kernel, source): (Arc<Kernel>, String)| {
+            let twin = self.begin(&kernel.name, source.into(), &kernel.bindings)?;
             Ok((kernel, twin))
-        });
-        Ok(Idle { twins: twins.collect::<Result<_, GpuError>>()? })
+        };
+        // All are on their way before one is waited for.
+        let twins = sources.into_iter().map(begin).collect::<Result<Vec<_>, GpuError>>()?;
+        let refused = twins.iter().find_map(|(_, twin)| self.refusal(twin));
+        self.check()?;
+        refused.map_or(Ok(Idle { twins }), Err)
     }
 
-    /// Compiles a shader, or finds it compiled.
+    /// Has a shader compiled, or finds it: to be bound at once, and run as soon as it is compiled.
     ///
     /// # Errors
-    /// If the device refuses it.
+    /// If the device was lost, refuses its bindings, or has refused it already. What it says of it later
+    /// [`Gpu::finish_kernels`] tells.
     pub fn kernel(&self, shader: &Shader<'_>) -> Result<Arc<Kernel>, GpuError> {
-        self.kernel_once(&format!("{}\n{}", shader.name, shader.source), || self.compile(shader))
+        let mut kernels = self.kernels();
+        if let Some(kernel) = kernels.find(shader) {
+            let refusal = kernel.made.get().and_then(|_| self.refusal(kernel));
+            return refusal.map_or_else(|| Ok(kernel.clone()), Err);
+        }
+        let source: Arc<str> = shader.source.as_ref().into();
+        let kernel = self.begin(shader.name, source.clone(), shader.bindings)?;
+        kernels.asked.push(kernel.clone());
+        kernels.by_name.entry(shader.name.to_owned()).or_default().push((source, kernel.clone()));
+        Ok(kernel)
+    }
+
+    /// Waits until every kernel that was asked for is compiled.
+    ///
+    /// # Errors
+    /// If the device was lost; or the first, in the order in which they were asked for, that it refuses. Those are
+    /// forgotten: whoever asks again has them compiled again. A step that runs a refused kernel all the same fails the device.
+    pub fn finish_kernels(&self) -> Result<(), GpuError> {
+        let asked = self.kernels().asked.clone();
+        let mut first = None;
+        for kernel in &asked {
+            first = first.or(self.refusal(kernel));
+        }
+        let mut kernels = self.kernels();
+        // Others may have asked meanwhile.
+        kernels.asked.retain(|kernel| !asked.iter().any(|done| Arc::ptr_eq(done, kernel)));
+        for same in kernels.by_name.values_mut() {
+            same.retain(|(_, kernel)| !matches!(kernel.made.get(), Some(Err(_))));
+        }
+        drop(kernels);
+        self.check()?;
+        first.map_or(Ok(()), Err)
+    }
+
+    /// Why the device refuses a kernel, once that is known.
+    fn refusal(&self, kernel: &Kernel) -> Option<GpuError> {
+        let why = kernel.pipeline().err()?.to_owned();
+        Some(GpuError::Kernel { device: self.facts().to_string(), kernel: kernel.name.clone(), why })
     }
 
     /// The layouts of kernels with such bindings. Kernels share them: where one follows another of the same, the host has
@@ -171,38 +251,18 @@ impl Gpu {
         layouts.entry(bindings.to_vec()).or_insert(Layouts { group, pipeline }).clone()
     }
 
-    fn compile(&self, shader: &Shader<'_>) -> Result<Kernel, GpuError> {
-        let make = || {
-            let layouts = self.layouts(shader.bindings);
-            let desc = wgpu::ShaderModuleDescriptor {
-                label: Some(shader.name),
-                source: wgpu::ShaderSource::Wgsl(shader.source.clone().into_owned().into()),
-            };
-            // SAFETY: indices stay within the bindings, whose lengths the launchers check; loops end.
-            let module = unsafe {
-                self.device.create_shader_module_trusted(desc, wgpu::ShaderRuntimeChecks::unchecked())
-            };
-            let pipeline = self.device.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
-                label: Some(shader.name),
-                layout: Some(&layouts.pipeline),
-                module: &module,
-                entry_point: Some("main"),
-                compilation_options: wgpu::PipelineCompilationOptions {
-                    constants: &[],
-                    zero_initialize_workgroup_memory: false,
-                },
-                cache: None,
-            });
-            (pipeline, layouts.group)
-        };
-        let refused =
-            |why| GpuError::Kernel { device: self.facts().to_string(), kernel: shader.name.to_owned(), why };
-        let made =
-            self.scoped(wgpu::ErrorFilter::Internal, || self.scoped(wgpu::ErrorFilter::Validation, make));
-        let (pipeline, layout) = made.and_then(|made| made).map_err(refused)?;
+    /// Has a shader compiled.
+    fn begin(&self, name: &str, source: Arc<str>, bindings: &[Access]) -> Result<Arc<Kernel>, GpuError> {
+        let layouts =
+            self.scoped(wgpu::ErrorFilter::Validation, || self.layouts(bindings)).map_err(|why| {
+                let (device, kernel) = (self.facts().to_string(), name.to_owned());
+                GpuError::Kernel { device, kernel, why }
+            })?;
         self.check()?;
-        let name = shader.name.to_owned();
-        Ok(Kernel { name, pipeline, layout, bindings: shader.bindings.to_vec() })
+        let (name, bindings, layout) = (name.to_owned(), bindings.to_vec(), layouts.pipeline.clone());
+        let kernel = Arc::new(Kernel { name, made: OnceLock::new(), layouts, bindings });
+        self.compiler.begin(Job { kernel: kernel.clone(), source, layout });
+        Ok(kernel)
     }
 
     /// Binds buffers to a kernel, in the order of its bindings.
@@ -229,7 +289,7 @@ impl Gpu {
         let make = || {
             self.device.create_bind_group(&wgpu::BindGroupDescriptor {
                 label: Some(&kernel.name),
-                layout: &kernel.layout,
+                layout: &kernel.layouts.group,
                 entries: &entries,
             })
         };

@@ -1,7 +1,7 @@
 //! Steps: kernels recorded one after the other, submitted together, and waited for.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use crate::device::{DeviceKind, IMMEDIATES};
@@ -12,6 +12,8 @@ use crate::{Gpu, GpuError};
 /// Commands on their way to the device. Each kernel sees what those before it wrote.
 pub struct Step {
     queue: wgpu::Queue,
+    /// The device's.
+    failed: Arc<OnceLock<String>>,
     // Dropped before the encoder ends.
     pass: Option<wgpu::ComputePass<'static>>,
     encoder: wgpu::CommandEncoder,
@@ -81,6 +83,7 @@ impl Gpu {
         let encoder = self.device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
         Step {
             queue: self.queue.clone(),
+            failed: self.failed.clone(),
             pass: None,
             encoder,
             dispatches: 0,
@@ -247,8 +250,8 @@ impl Gpu {
 }
 
 impl Step {
-    /// Records a kernel over `grid` workgroups; `words` are its immediates, zeros follow. Nothing if the
-    /// grid is empty.
+    /// Records a kernel over `grid` workgroups, once it is compiled; `words` are its immediates, zeros follow. Nothing if
+    /// the grid is empty. A kernel that was refused fails the device: what the step does without it is void.
     ///
     /// # Panics
     /// If there are too many immediates.
@@ -265,12 +268,20 @@ impl Step {
             (without.times, without.grid) = (without.times + 1, grid);
             return;
         }
+        let twin = self.idle.as_ref().and_then(|idle| idle.twin_of(&op.kernel));
+        let kernel = twin.unwrap_or(&op.kernel);
+        let pipeline = match kernel.pipeline() {
+            Ok(pipeline) => pipeline,
+            Err(why) => {
+                let _ = self.failed.set(format!("it was to run {}, which it refuses: {why}", kernel.name));
+                return;
+            }
+        };
         let pass = self.pass.get_or_insert_with(|| {
             let desc = wgpu::ComputePassDescriptor { label: None, timestamp_writes: None };
             self.encoder.begin_compute_pass(&desc).forget_lifetime()
         });
-        let twin = self.idle.as_ref().and_then(|idle| idle.twin_of(&op.kernel));
-        pass.set_pipeline(&twin.unwrap_or(&op.kernel).pipeline);
+        pass.set_pipeline(pipeline);
         pass.set_bind_group(0, &op.group, &[]);
         pass.set_immediates(0, bytemuck::cast_slice(&immediates));
         let at =

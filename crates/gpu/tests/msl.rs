@@ -12,12 +12,14 @@ use naga::{AddressSpace, ShaderStage};
 use smoe_format::spec::{Activation, GroupScore, GroupSpec, MoeSpec, RouterKind};
 use smoe_format::{Encoding, LayerTable, Table, TensorEntry, Uniform, Zero};
 use smoe_gpu::{
-    Angles, Argmax, Attention, AttentionHeads, AttentionOutputs, AttentionScratch, CodedMatmul, CodedPlane,
-    Columns, Delta, Down, Embed, ExactMatmul, ExpertInput, ExpertLayout, FloatMatmul, GateUp, Gpu, GpuError,
-    HeadColumns, HeadInput, HeadMatmul, HeadPlane, HeadTurn, Hidden, KV_BLOCK, KvFormat, KvLayout, Lanes,
-    LatentAppend, LatentAttention, LatentEntry, LatentExit, LatentInput, LatentLayout, LatentNorm,
-    LatentQueries, LatentRow, MixNorm, NormOutputs, OwnMatmul, Projections, QkNorm, Quantise, RopeAppend,
-    RopeInput, RopePairs, Route, RouteInputs, RouteOutputs, Rows, Shared, Slice, Tuning, Weights, WorkList,
+    Angles, Argmax, Attention, AttentionGate, AttentionHeads, AttentionOutputs, AttentionScratch,
+    CodedMatmul, CodedPlane, Columns, Delta, DeltaInput, DeltaLayout, DeltaNet, DeltaNetWeights,
+    DeltaOutputs, DeltaScratch, Down, Embed, ExactMatmul, ExpertInput, ExpertLayout, FloatMatmul, GateUp,
+    Gpu, GpuError, HeadColumns, HeadInput, HeadMatmul, HeadPlane, HeadTurn, Hidden, KV_BLOCK, KvFormat,
+    KvLayout, Lanes, LatentAppend, LatentAttention, LatentEntry, LatentExit, LatentInput, LatentLayout,
+    LatentNorm, LatentQueries, LatentRow, MixNorm, NormOutputs, OwnMatmul, Projections, QkNorm, Quantise,
+    RopeAppend, RopeInput, RopePairs, Route, RouteInputs, RouteOutputs, Rows, Shared, Slice, StateRuns,
+    Tuning, Weights, WorkList,
 };
 
 /// A kernel in Metal's language.
@@ -266,15 +268,17 @@ fn layer(gpu: &Gpu) -> Result<(), GpuError> {
                 let input = RopeInput { projections, norm, angles };
                 RopeAppend::new(gpu, tokens, n_heads, kv, input, rows, &queries, &cache)?;
             }
-            for (sinks, coded) in [(None, None), (Some(&sinks), Some(&mixed_coded))] {
+            let gate = Some(AttentionGate { plane: &projected, stride, at: 0 });
+            for (sinks, coded, gate) in [(None, None, gate), (Some(&sinks), Some(&mixed_coded), None)] {
                 let heads = AttentionHeads { n_heads, scale: 0.125, sinks };
-                let outputs = AttentionOutputs { plane: coded.is_none().then_some(&mixed), coded };
+                let outputs = AttentionOutputs { plane: coded.is_none().then_some(&mixed), coded, gate };
                 let turns = Some(RopeInput { projections, norm, angles });
                 Attention::new(gpu, tokens, kv, heads, &queries, &cache, rows, &scratch, outputs, turns)?;
             }
         }
     }
     latent(gpu)?;
+    delta_nets(gpu)?;
 
     let n_experts = 64;
     let layout = {
@@ -305,6 +309,31 @@ fn layer(gpu: &Gpu) -> Result<(), GpuError> {
     Ok(())
 }
 
+/// Gated delta nets, of keys whose rows fill lanes and of ones that do not.
+fn delta_nets(gpu: &Gpu) -> Result<(), GpuError> {
+    let tokens = 8;
+    for (key_dim, value_dim) in [(128, 128), (48, 16)] {
+        let layout = DeltaLayout { n_key_heads: 2, n_value_heads: 4, key_dim, value_dim, conv_width: 4 };
+        let (keys, values) = (2 * key_dim, 4 * value_dim);
+        let at = [0, keys, 2 * keys, 2 * keys + values, 2 * (keys + values), 2 * (keys + values) + 4];
+        let plane = floats(gpu, tokens * (at[5] + 4));
+        let (taps, rates) = (floats(gpu, 4 * (2 * keys + values)), floats(gpu, 8));
+        let (norm, states) = (floats(gpu, value_dim), floats(gpu, 2 * layout.state_len()));
+        let runs = StateRuns::new(gpu, tokens, 2, 2)?;
+        let scratch = DeltaScratch::new(gpu, &layout, tokens)?;
+        let (out, coded) = (floats(gpu, tokens * values), CodedPlane::new(gpu, tokens, values, 64)?);
+        for outputs in [
+            DeltaOutputs { plane: Some(&out), coded: None },
+            DeltaOutputs { plane: None, coded: Some(&coded) },
+        ] {
+            let input = DeltaInput { plane: &plane, stride: at[5] + 4, at };
+            let weights = DeltaNetWeights { taps: &taps, rates: &rates, norm: &norm, eps: 1e-6 };
+            DeltaNet::new(gpu, tokens, layout, input, weights, &runs, &states, &scratch, outputs)?;
+        }
+    }
+    Ok(())
+}
+
 /// Latent attention, and what goes into it.
 fn latent(gpu: &Gpu) -> Result<(), GpuError> {
     let (tokens, heads, context) = (8, 16, 1024);
@@ -332,7 +361,7 @@ fn latent(gpu: &Gpu) -> Result<(), GpuError> {
                 let input = LatentInput { plane: &plane, stride, kv_at: q_rank, queries, norm, angles };
                 LatentAppend::new(gpu, tokens, kv, input, rows, &cache)?;
             }
-            let outputs = AttentionOutputs { plane: Some(&latents), coded: None };
+            let outputs = AttentionOutputs { plane: Some(&latents), ..Default::default() };
             LatentAttention::new(gpu, tokens, kv, heads, 0.1, &queries, &cache, rows, &scratch, outputs)?;
         }
         let from = floats(gpu, tokens * heads * (nope + rope_dim));

@@ -114,6 +114,18 @@ impl DeltaWeights {
         Self { conv: arranged, rate, bias: bias.to_vec() }
     }
 
+    /// By key head: `[conv_width, channels]`, as a device takes them.
+    #[must_use]
+    pub fn taps(&self) -> &[f32] {
+        &self.conv
+    }
+
+    /// `[2 * n_value_heads]`: rates of decay, and what is added before softplus.
+    #[must_use]
+    pub fn rates(&self) -> Vec<f32> {
+        [&self.rate[..], &self.bias].concat()
+    }
+
     /// f32 of it.
     #[must_use]
     pub const fn floats(shape: &DeltaShape) -> usize {

@@ -98,6 +98,12 @@ const FAMILIES: &[Family] = &[
         c(s.load.kv_lost)
     }),
     (
+        "smoe_kv_states_lost_total",
+        "counter",
+        "States of linear attention that gave way before the file had taken them.",
+        |s| c(s.load.kv_states_lost),
+    ),
+    (
         "smoe_jobs_sent_back_total",
         "counter",
         "Times that a job went back to the queue for want of room.",

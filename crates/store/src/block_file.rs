@@ -19,7 +19,7 @@
 //! ```
 //!
 //! Whom a new block replaces: the least recently used one, by a clock of puts, gets and touches, of those
-//! whose descendants are all gone (`block_file/index.rs`). After a restart recency is the order of writing;
+//! whose descendants are all gone (`block_file/index.rs`); those that were demoted before all others. After a restart recency is the order of writing;
 //! uses since are not recorded.
 //!
 //! Nobody who has something else to do need wait for the disk: [`BlockFile::put`] never does,
@@ -91,6 +91,14 @@ impl BlockFileConfig {
     /// [`BlockFileError::Config`] and [`BlockFileError::TooSmall`], as [`BlockFile::open`].
     pub fn slot_bytes(&self) -> Result<usize, BlockFileError> {
         Ok(self.geometry()?.slot_bytes)
+    }
+
+    /// Bytes of a file of so many blocks.
+    ///
+    /// # Errors
+    /// As [`slot_bytes`](Self::slot_bytes).
+    pub fn bytes_of(&self, blocks: u32) -> Result<u64, BlockFileError> {
+        Ok(self.geometry()?.offset(blocks))
     }
 
     fn geometry(&self) -> Result<Geometry, BlockFileError> {
@@ -379,6 +387,12 @@ impl BlockFile {
     /// block first: its ancestors then are the more recent.
     pub fn touch(&mut self, key: u128) {
         self.index.touch(key);
+    }
+
+    /// Notes that a block, if it is held, is worth less than any other: it is the first to give way, once its descendants
+    /// are gone, until it is used again. Forgotten by a restart, as uses are.
+    pub fn demote(&mut self, key: u128) {
+        self.index.demote(key);
     }
 
     /// Takes note of writes that have ended, and returns what failed since the last call. Those blocks are

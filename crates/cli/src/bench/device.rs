@@ -8,6 +8,8 @@
 //! that is of another kernel than the last and waits for it, as those of a token do. Products of many tokens have `tmac_s` in its place, 10^12
 //! multiply-adds a second: what they are bound by.
 
+mod states;
+
 use std::time::{Duration, Instant};
 
 use serde_json::json;
@@ -221,6 +223,9 @@ impl Bench {
             // Of a latent's matrices of heads, into it and out of it.
             self.heads(name, heads, (512, 128), 1)?;
             self.heads(name, heads, (128, 512), 1)?;
+        }
+        for tokens in [1, 64, 512] {
+            self.states("qwen3-next", usize::div_ceil(tokens, scale))?;
         }
         Ok(self.figures)
     }
@@ -479,7 +484,7 @@ impl Bench {
         let out = self.gpu.buffer("out", (4 * tokens * n_heads * kv.value_dim) as u64)?;
         let heads = AttentionHeads { n_heads, scale: 0.09, sinks: None };
         let attention = |cache: &Slice| {
-            let outputs = AttentionOutputs { plane: Some(&out), coded: None };
+            let outputs = AttentionOutputs { plane: Some(&out), ..Default::default() };
             Attention::new(&self.gpu, tokens, kv, heads, &queries, cache, rows, &scratch, outputs, None)
         };
         let all = caches.iter().map(attention).collect::<Result<Vec<_>, _>>()?;
@@ -513,7 +518,7 @@ impl Bench {
         let scratch = AttentionScratch::new(&self.gpu, heads, kv.kv_rank, visible, 64 << 20)?;
         let out = self.gpu.buffer("out", (4 * tokens * heads * kv.kv_rank) as u64)?;
         let attention = |cache: &Slice| {
-            let outputs = AttentionOutputs { plane: Some(&out), coded: None };
+            let outputs = AttentionOutputs { plane: Some(&out), ..Default::default() };
             let scale = 0.07;
             LatentAttention::new(
                 &self.gpu, tokens, kv, heads, scale, &queries, cache, rows, &scratch, outputs,

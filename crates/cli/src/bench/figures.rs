@@ -15,7 +15,9 @@ use std::time::Duration;
 use serde_json::{Map, Value, json};
 use smoe_engine::ceiling::{self, DiskCeiling};
 use smoe_engine::forecast::{Forecast, Touched, UploadRates};
-use smoe_engine::{DirectIo, Engine, KernelCost, LookAheadReport, OpenMode, TokenCosts, Vault};
+use smoe_engine::{
+    DeviceOpening, DirectIo, Engine, KernelCost, LookAheadReport, OpenMode, OpenTimes, TokenCosts, Vault,
+};
 use smoe_meter::{Phase, StoreSnapshot};
 use smoe_store::FileDisk;
 
@@ -182,6 +184,7 @@ pub fn set_up(vault: &Vault, bench: &Bench, facts: &Facts) -> Record {
             record.set("predicted_device_decode_tok_s", rounded(device.tok_s));
             record.set("predicted_device_hit_rate", rounded(device.hit_rate));
             record.set("device_token_ms", rounded(device.rates.token_s * 1e3));
+            record.set("device_first_token_ms", rounded(device.rates.first_s * 1e3));
             record.set("device_wait_us", rounded(device.rates.wait_s * 1e6));
             let UploadRates { staging, import, kernel, import_many, staging_many } = device.rates.uploads;
             let ways = [
@@ -208,7 +211,8 @@ pub fn set_up(vault: &Vault, bench: &Bench, facts: &Facts) -> Record {
         record.set("device_dispatch_us", rounded(dispatch_s * 1e6));
         record.set("device_dispatch_in_token_us", rounded(dispatch_in_token_s * 1e6));
         // What its bytes take at the speed of a copy, and its dispatches.
-        let bytes_s = Touched::of(vault).all() as f64 / copy_bytes_per_s;
+        let touched = Touched::of(vault);
+        let bytes_s = (touched.all() + touched.states) as f64 / copy_bytes_per_s;
         for (dispatch, suffix) in [(dispatch_s, ""), (dispatch_in_token_s, "_in_token")] {
             let bound_s = bytes_s + f64::from(*dispatches) * dispatch;
             record.set(&format!("device_bound_by_dispatch{suffix}_ms"), rounded(bound_s * 1e3));
@@ -222,6 +226,19 @@ pub fn set_up(vault: &Vault, bench: &Bench, facts: &Facts) -> Record {
         record.set("device_kernel_workgroups_runs_us", kernels.iter().map(cost).collect::<Vec<Value>>());
     }
     record.set("open_s", rounded(facts.open_s));
+    let seconds = |time: Duration| rounded(time.as_secs_f64());
+    let OpenTimes { device, read, backend, on_device } = info.open_times;
+    record.set("open_read_s", seconds(read));
+    if let Some(DeviceOpening { upload, kernels, shaders, pipelines, wait }) = on_device {
+        record.set("open_device_s", seconds(device));
+        record.set("open_backend_s", seconds(backend));
+        record.set("open_upload_s", seconds(upload));
+        record.set("open_kernels", kernels);
+        // Summed over kernels, which are compiled side by side.
+        record.set("open_shaders_s", seconds(shaders));
+        record.set("open_pipelines_s", seconds(pipelines));
+        record.set("open_kernels_wait_s", seconds(wait));
+    }
     if facts.load_bytes > 0 {
         record.set("load_s", rounded(facts.load_s));
         record.set("load_gb_s", rounded(facts.load_bytes as f64 / facts.load_s / 1e9));

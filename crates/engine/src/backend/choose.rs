@@ -158,20 +158,16 @@ impl Chosen {
             };
             if let Some(device) = &self.gpu {
                 let most = gpu::max_chunk(device.facts(), &vault.spec);
-                let (spec, tables) = (&vault.spec, &vault.experts.layers);
-                let (vram, slots, path) = (options.vram, options.device_slots, path(device, options).0);
-                let held = |plan: &Plan| {
-                    crate::DevicePlan::new(device.facts(), spec, tables, plan, vram, slots, path)
-                };
+                let held = |plan: &Plan| self.held(vault, plan, options).ok().flatten();
                 let short = up_to(DEVICE_CHUNK, most)?;
                 // What has no room at all is refused where it is claimed.
-                if request.chunk.is_some() || held(&short).map_or(true, |held| held.holds_all()) {
+                if request.chunk.is_some() || held(&short).is_none_or(|held| held.holds_all()) {
                     return Ok(short);
                 }
                 let mut longest = MAX_CHUNK;
                 while longest > DEVICE_CHUNK {
                     let long = up_to(longest, most)?;
-                    if held(&long).is_ok_and(|held| held.plane_bytes <= held.budget_bytes / CHUNK_SHARE) {
+                    if held(&long).is_some_and(|held| held.plane_bytes <= held.budget_bytes / CHUNK_SHARE) {
                         return Ok(long);
                     }
                     longest /= 2;
@@ -185,6 +181,32 @@ impl Chosen {
         }
         let _ = vault;
         plan(request)
+    }
+
+    /// What will lie in its memory; none of the processor.
+    ///
+    /// # Errors
+    /// If the device is too small.
+    pub(crate) fn held(
+        &self,
+        vault: &Vault,
+        plan: &Plan,
+        options: &EngineOptions,
+    ) -> Result<Option<crate::DevicePlan>, EngineError> {
+        let (spec, tables): (_, &[LayerTable]) = (&vault.spec, &vault.experts.layers);
+        let (vram, slots) = (options.vram, options.device_slots);
+        #[cfg(feature = "cuda")]
+        if let Some(card) = &self.cuda {
+            let (facts, path) = (cuda::facts(card), ExpertPath::Staging);
+            return crate::DevicePlan::new(&facts, spec, tables, plan, vram, slots, path).map(Some);
+        }
+        #[cfg(feature = "gpu")]
+        if let Some(device) = &self.gpu {
+            let path = path(device, options).0;
+            return crate::DevicePlan::new(device.facts(), spec, tables, plan, vram, slots, path).map(Some);
+        }
+        let _ = (spec, tables, plan, vram, slots);
+        Ok(None)
     }
 
     /// The backend. A GPU that is too small is an error if it was asked for, and the processor's case otherwise; one that

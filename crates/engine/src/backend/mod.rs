@@ -15,6 +15,7 @@ mod input;
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use smoe_meter::TierMeter;
 use smoe_store::Lease;
@@ -59,6 +60,21 @@ pub struct DeviceTier {
     pub path_note: Option<String>,
     /// What is counted there.
     pub meter: Arc<TierMeter>,
+}
+
+/// Where the time went in which a device was made ready for a model.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DeviceOpening {
+    /// Handing the resident weights over.
+    pub upload: Duration,
+    /// Kernels that were compiled for it: those of a model before on the same device are not.
+    pub kernels: u64,
+    /// Parsing and checking their shaders, summed over kernels, side by side with all else.
+    pub shaders: Duration,
+    /// The driver's compiler, likewise, and writing its language.
+    pub pipelines: Duration,
+    /// Waiting for the last of them when all else was done.
+    pub wait: Duration,
 }
 
 /// How often each kernel of a device ran, and how long, by its own clock.
@@ -262,6 +278,11 @@ pub trait Backend: Send {
     /// for, so they are slower than others.
     fn profile(&mut self, on: bool) -> Option<KernelTimes> {
         let _ = on;
+        None
+    }
+
+    /// Where the time went in which its device was made ready.
+    fn opening(&self) -> Option<DeviceOpening> {
         None
     }
 

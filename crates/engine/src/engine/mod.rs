@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Instant;
 
 use smoe_format::{ExpertKey, ModelSpec};
 use smoe_kernels::Kernels;
@@ -32,9 +33,9 @@ mod step;
 
 use look_ahead::LookAhead;
 pub use look_ahead::LookAheadReport;
-pub use open::{POLICY, kernels, plan};
+pub use open::{POLICY, kernels, plan, plan_with_device};
 use open::{READERS, open_store};
-pub use options::{Control, EngineInfo, EngineOptions, Finish, Limits, Meters, Observer};
+pub use options::{Control, EngineInfo, EngineOptions, Finish, Limits, Meters, Observer, OpenTimes};
 use sessions::device_failure;
 use step::STEPS;
 pub use step::is_finite;
@@ -82,6 +83,7 @@ pub struct Engine {
     all_on_device: bool,
     /// Why the device is not what one may have hoped for.
     device_note: Option<String>,
+    open_times: OpenTimes,
     /// What takes over if the device is lost.
     fallback: Option<Box<Fallback>>,
     /// Devices that were lost.
@@ -123,7 +125,9 @@ impl Engine {
     /// As [`Engine::open`].
     pub fn open_on(vault: &Vault, disk: Arc<dyn Disk>, options: &EngineOptions) -> Result<Self, EngineError> {
         let kernels = kernels(options.kernels.as_deref())?;
+        let began = Instant::now();
         let mut chosen = Chosen::open(&options.device, vault, options.exact)?;
+        let device = began.elapsed();
         let facts = MemoryFacts::detect();
         let plan = chosen.plan(vault, options, &|request| plan(vault, request, &facts))?;
         let backbone = FileDisk::open(&vault.backbone_path, options.disk)?;
@@ -133,12 +137,20 @@ impl Engine {
         let mut store = open_store(vault, disk, &plan, kernels, options, store_meter.clone())?;
         let spec = vault.spec.clone();
         let corrections = weights.corrections();
+        let read = began.elapsed() - device;
         let backend = chosen.backend(vault, options, weights, &plan, kernels, &mut store)?;
+        let open_times = OpenTimes {
+            device,
+            read,
+            backend: began.elapsed() - device - read,
+            on_device: backend.opening(),
+        };
         let phase_meter = Arc::new(PhaseMeter::default());
+        let tier = backend.tier();
+        let snapshots = tier.as_ref().map_or(plan.snapshots, |tier| tier.plan.snapshots);
         let mut kv = KvCache::new(&spec, plan.kv, plan.kv_positions, plan.sessions)?
             .with_windows(&spec, plan.window_blocks)?
-            .with_snapshots(&spec, plan.snapshots);
-        let tier = backend.tier();
+            .with_snapshots(&spec, snapshots);
         let (on_device, all_on_device) = (tier.is_some(), tier.is_some_and(|tier| tier.plan.holds_all()));
         if on_device {
             kv.keep_on_device();
@@ -148,6 +160,7 @@ impl Engine {
             on_device,
             all_on_device,
             device_note: chosen.note,
+            open_times,
             fallback: on_device.then(|| {
                 let (disk, exact) = (options.disk, options.exact);
                 Box::new(Fallback { vault: vault.clone(), disk, exact })
@@ -207,6 +220,7 @@ impl Engine {
             experts_path: self.experts_path.clone(),
             tier: self.backend.tier(),
             device_note: self.device_note.clone(),
+            open_times: self.open_times,
         }
     }
 

@@ -9,7 +9,8 @@ use smoe_store::{Disk, PolicyKind, Record, RecordDecoder, Store, StoreConfig, st
 
 use super::EngineOptions;
 use crate::EngineError;
-use crate::backend::cpu;
+use crate::backend::{Chosen, cpu};
+use crate::device::DevicePlan;
 use crate::memory::MemoryFacts;
 use crate::plan::{Plan, PlanRequest, Subject, all_float};
 use crate::vault::Vault;
@@ -57,6 +58,21 @@ pub fn plan(vault: &Vault, request: &PlanRequest, facts: &MemoryFacts) -> Result
         decode_bytes,
     };
     Plan::new(subject, request, facts)
+}
+
+/// The same with a device if the options choose one, and what will lie in its memory.
+///
+/// # Errors
+/// As [`Plan::new`], and if the device is too small or cannot run the model.
+pub fn plan_with_device(
+    vault: &Vault,
+    options: &EngineOptions,
+    facts: &MemoryFacts,
+) -> Result<(Plan, Option<DevicePlan>), EngineError> {
+    let chosen = Chosen::open(&options.device, vault, options.exact)?;
+    let plan = chosen.plan(vault, options, &|request| plan(vault, request, facts))?;
+    let held = chosen.held(vault, &plan, options)?;
+    Ok((plan, held))
 }
 
 /// The kernels called `name`, or the fastest.

@@ -3,12 +3,13 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use smoe_meter::{PhaseMeter, RouteMeter, StoreMeter};
 use smoe_store::{DirectIo, OpenMode};
 
 use crate::EngineError;
-use crate::backend::{DeviceChoice, DeviceTier};
+use crate::backend::{DeviceChoice, DeviceOpening, DeviceTier};
 use crate::device::ExpertPath;
 use crate::plan::{Plan, PlanRequest};
 
@@ -111,6 +112,19 @@ pub trait Observer {
     fn logits(&mut self, first: usize, rows: &[f32]);
 }
 
+/// Where the time went in which an engine was opened.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct OpenTimes {
+    /// Finding and opening a device.
+    pub device: Duration,
+    /// Reading the backbone, and claiming the ring.
+    pub read: Duration,
+    /// Making the backend: on a device, what `on_device` tells, and claiming memory there.
+    pub backend: Duration,
+    /// The device's part.
+    pub on_device: Option<DeviceOpening>,
+}
+
 /// Facts about an open engine, for people and records.
 #[derive(Clone, Debug)]
 pub struct EngineInfo {
@@ -126,6 +140,8 @@ pub struct EngineInfo {
     pub tier: Option<DeviceTier>,
     /// Why the device is not what one may have hoped for.
     pub device_note: Option<String>,
+    /// Where opening's time went.
+    pub open_times: OpenTimes,
 }
 
 /// The counters of an engine: anyone may read them, from any thread, while it works.

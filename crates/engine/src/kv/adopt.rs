@@ -24,7 +24,7 @@ impl KvCache {
         let sequence = &self.sequences[seq.0 as usize];
         assert_eq!(sequence.blocks.len(), sequence.keys.len(), "only what was adopted is gone on from");
         if self.states.is_some() {
-            return Adopted { held: self.adopt_state(seq, tokens), is_done: true };
+            return self.adopt_stateful(seq, tokens, most);
         }
         if self.windows.is_some() {
             return self.adopt_windowed(seq, tokens, most);
@@ -49,8 +49,8 @@ impl KvCache {
         Adopted { held: n * BLOCK + self.adopt_part(seq, parent, &tokens[n * BLOCK..]), is_done: true }
     }
 
-    /// As [`Self::adopt`] where layers keep states: to the longest beginning that has a snapshot.
-    fn adopt_state(&mut self, seq: SeqId, tokens: &[u32]) -> usize {
+    /// As [`Self::adopt`] where layers keep states: to the longest beginning that has a snapshot, from memory.
+    pub(super) fn adopt_state(&mut self, seq: SeqId, tokens: &[u32]) -> usize {
         self.take_known(seq, tokens);
         let Some(states) = &self.states else { return 0 };
         // After each block that is known: those that go on as the tokens do as far as their snapshots, whether or not
@@ -90,7 +90,7 @@ impl KvCache {
     }
 
     /// A sequence becomes empty.
-    fn close_state(&mut self, seq: SeqId) {
+    pub(super) fn close_state(&mut self, seq: SeqId) {
         if let Some(states) = &mut self.states {
             states.go_to(seq, &[], 0);
         }
@@ -104,7 +104,7 @@ impl KvCache {
     }
 
     /// Goes on with the blocks that are in memory.
-    fn take_known(&mut self, seq: SeqId, tokens: &[u32]) {
+    pub(super) fn take_known(&mut self, seq: SeqId, tokens: &[u32]) {
         let (n, mut parent) = self.end(seq);
         for own in tokens[n * BLOCK..].chunks_exact(BLOCK) {
             let Some(id) = self.tree.child(parent, own) else { return };
@@ -118,7 +118,7 @@ impl KvCache {
 
     /// Goes on with at most `most` blocks that are in the file. Returns how many were read, and whether it has more; a
     /// block that did not come is not in the file any more.
-    fn fetch(&mut self, seq: SeqId, tokens: &[u32], most: usize) -> (usize, bool) {
+    pub(super) fn fetch(&mut self, seq: SeqId, tokens: &[u32], most: usize) -> (usize, bool) {
         let (n, mut parent) = self.end(seq);
         let (mut wanted, mut more) = (Vec::new(), false);
         for own in tokens[n * BLOCK..].chunks_exact(BLOCK) {
@@ -165,7 +165,7 @@ impl KvCache {
     }
 
     /// Copies the beginning of a block that goes on as `tokens` do, if there is one.
-    fn adopt_part(&mut self, seq: SeqId, parent: Key, tokens: &[u32]) -> usize {
+    pub(super) fn adopt_part(&mut self, seq: SeqId, parent: Key, tokens: &[u32]) -> usize {
         let in_memory = self.tree.longest(parent, tokens);
         let in_file = self.spill.as_ref().and_then(|spill| spill.longest(parent, tokens));
         let memory_len = in_memory.map_or(0, |(_, len)| len);

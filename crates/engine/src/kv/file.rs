@@ -1,4 +1,4 @@
-//! The cache and its file: what is written when, and who waits for it how long.
+//! The cache and its file: what is written when, and who waits for it how long. Which states are: `stateful.rs`.
 
 use std::time::{Duration, Instant};
 
@@ -20,11 +20,12 @@ impl KvCache {
             let what = "a file of the KV cache while the cache is on a GPU".to_owned();
             return Err(EngineError::Unsupported { what });
         }
-        if self.states.is_some() {
-            let what = "a file of the KV cache of a model with linear attention".to_owned();
-            return Err(EngineError::Unsupported { what });
-        }
         let settings = self.file_settings(config.max_bytes, model);
+        // A state, and the block that it belongs to; with less, nothing of the file would be of use.
+        let needed = settings.bytes_of(self.state_pieces() as u32 + 1)?;
+        if self.states.is_some() && config.max_bytes < needed {
+            return Err(EngineError::SpillTooSmall { max_bytes: config.max_bytes, needed });
+        }
         let (file, opened) = BlockFile::open(&config.path, &settings)?;
         self.spill = Some(self.spill_on(file)?);
         Ok(opened)
@@ -38,6 +39,9 @@ impl KvCache {
             layout.extend([" beside ", &format!("{:?}", windows.geometry)]);
             bytes += windows.geometry.block_stride;
         }
+        if let Some(states) = &self.states {
+            layout.extend([" with states of ", &states.len().to_string()]);
+        }
         spill::settings(max_bytes, bytes, spill::fingerprint(model, &layout))
     }
 
@@ -46,27 +50,40 @@ impl KvCache {
     /// # Errors
     /// If there is no memory.
     pub(super) fn spill_on(&self, file: BlockFile) -> Result<Spill, EngineError> {
-        let spill = Spill::new(file);
-        Ok(match &self.windows {
-            Some(windows) => spill.with_windows(self.geometry.block_stride, windows.geometry.block_stride)?,
-            None => spill,
+        let (spill, stride) = (Spill::new(file), self.geometry.block_stride);
+        Ok(match (&self.states, &self.windows) {
+            (Some(states), _) => spill.with_states(states.len(), stride)?,
+            (None, Some(windows)) => spill.with_windows(stride, windows.geometry.block_stride)?,
+            (None, None) => spill,
         })
     }
 
-    /// Queues at most `most` blocks that the file does not have yet, as far as it takes them without waiting. True
-    /// if more are left.
+    /// Queues at most `most` blocks that the file does not have yet, or pieces of states, by turns if it lacks both; as far
+    /// as it takes them without waiting. True if more are left.
     pub fn save(&mut self, most: usize) -> bool {
         self.look_at_file();
-        for _ in 0..most {
-            let Some((id, key)) = self.spill.as_mut().and_then(Spill::next_unsaved) else { return false };
-            if self.is_unsaved(id, key) && !self.write(id) {
-                if let Some(spill) = &mut self.spill {
-                    spill.put_back(id, key);
-                }
+        for n in 0..=most {
+            let Some(spill) = &self.spill else { return false };
+            let (has_blocks, has_pieces) = (spill.unsaved().len() > 0, spill.unsaved_pieces() > 0);
+            if !has_blocks && !has_pieces {
+                return false;
+            }
+            let takes_piece = has_pieces && (!has_blocks || n % 2 == 1);
+            if n == most || !(if takes_piece { self.save_piece() } else { self.save_block() }) {
                 return true;
             }
         }
-        self.spill.as_ref().is_some_and(|spill| spill.unsaved().len() > 0)
+        true
+    }
+
+    /// Queues the oldest block that the file does not have yet; false if that is busy.
+    fn save_block(&mut self) -> bool {
+        let Some((id, key)) = self.spill.as_mut().and_then(Spill::next_unsaved) else { return true };
+        let is_done = !self.is_unsaved(id, key) || self.write(id);
+        if let (false, Some(spill)) = (is_done, &mut self.spill) {
+            spill.put_back(id, key);
+        }
+        is_done
     }
 
     /// A new step may wait for the file anew.
@@ -81,13 +98,14 @@ impl KvCache {
     }
 
     /// Brings what can be found to the file, the oldest first, and waits until the drive has it; but not for longer than
-    /// `limit`. Returns how many blocks the file may lack: it is then closed, and not used any more.
+    /// `limit`. Returns how many blocks, and pieces of states, the file may lack: it is then closed, and not used any more.
     pub fn flush(&mut self, limit: Duration) -> usize {
         let start = Instant::now();
         let left = || limit.saturating_sub(start.elapsed());
         while self.save(usize::MAX) && left() > Duration::ZERO && self.wait_for_file(left()) {}
         let Some(mut spill) = self.spill.take() else { return 0 };
-        let unsaved = spill.unsaved().filter(|&(id, key)| self.is_unsaved(id, key)).count();
+        let blocks = spill.unsaved().filter(|&(id, key)| self.is_unsaved(id, key)).count();
+        let unsaved = blocks + spill.unsaved_pieces();
         match spill.flush_within(if unsaved == 0 { left() } else { Duration::ZERO }) {
             Ok(true) => {
                 self.spill = Some(spill);
@@ -152,7 +170,7 @@ impl KvCache {
         }
     }
 
-    fn give_up(&mut self, source: BlockFileError) {
+    pub(super) fn give_up(&mut self, source: BlockFileError) {
         let Some(spill) = self.spill.take() else { return };
         let failures = spill.failures().max(1);
         spill.abandon();

@@ -17,8 +17,8 @@
 //!
 //! Layers with linear attention keep a state per sequence instead (`states.rs`), which has no history: such a sequence
 //! goes back, and begins as another did, only as far as a snapshot was taken of it. [`KvCache::truncate`] and
-//! [`KvCache::adopt`] say how far that is, and the rest is computed again. There is no file for them. Of windows it is the
-//! same where their blocks are gone; the file has those too.
+//! [`KvCache::adopt`] say how far that is, and the rest is computed again. The file has those at the ends of conversations
+//! and where they part (`stateful.rs`). Of windows it is the same where their blocks are gone; the file has those too.
 //!
 //! Nobody waits for the file for long. A block is written while others are computed; one that must give way before that
 //! is waited for within a bound, and then lost: it is computed again one day. A prefix that is in the file is
@@ -33,6 +33,7 @@ mod prefix;
 mod room;
 mod share;
 mod spill;
+mod stateful;
 mod states;
 mod windowed;
 mod windows;
@@ -50,6 +51,7 @@ use pool::Pool;
 use prefix::{Key, Tree};
 use spill::Spill;
 pub use spill::{Opened, SpillConfig};
+pub use states::StateCopy;
 use states::States;
 pub(crate) use states::{bytes as state_bytes, shape as state_shape};
 pub(crate) use windows::blocks as window_blocks;
@@ -71,6 +73,8 @@ struct Sequence {
     blocks: Vec<u32>,
     /// Keys of the leading blocks that are in the tree.
     keys: Vec<Key>,
+    /// Of the state that it begins with and that is being read: its name, and how many of its pieces have come.
+    reading: Option<(Key, usize)>,
     open: bool,
 }
 
@@ -95,6 +99,8 @@ pub struct KvUse {
     pub file_failures: u64,
     /// Blocks that gave way before the file had taken them.
     pub lost: u64,
+    /// States that the file should have had, and that gave way before it had taken them.
+    pub lost_states: u64,
 }
 
 /// A block that a device copies.
@@ -136,8 +142,9 @@ pub struct KvCache {
     patience: Duration,
     /// Of files that are not used any more.
     file_failures: u64,
-    /// Blocks that gave way before the file had taken them.
+    /// Blocks, and states, that gave way before the file had taken them.
     lost: u64,
+    lost_states: u64,
     /// What went wrong with the file and was not told yet; and whether its first failure was noted.
     warnings: Vec<EngineError>,
     told: bool,
@@ -169,7 +176,7 @@ impl KvCache {
             sequences: (0..sequences)
                 .map(|_| {
                     let (blocks, keys) = (Vec::with_capacity(n), Vec::with_capacity(n));
-                    Sequence { blocks, keys, open: false }
+                    Sequence { blocks, keys, reading: None, open: false }
                 })
                 .collect(),
             tree: Tree::new(n),
@@ -178,6 +185,7 @@ impl KvCache {
             patience: WAIT,
             file_failures: 0,
             lost: 0,
+            lost_states: 0,
             warnings: Vec::new(),
             told: false,
             device_copies: None,
@@ -244,6 +252,7 @@ impl KvCache {
             has_file: self.spill.is_some(),
             file_failures: self.file_failures + self.spill.as_ref().map_or(0, Spill::failures),
             lost: self.lost,
+            lost_states: self.lost_states,
         }
     }
 
@@ -274,6 +283,8 @@ impl KvCache {
     /// of an answer.
     pub fn expect(&mut self, seq: SeqId, from: usize, to: usize, is_prompt: bool) {
         if let Some(states) = &mut self.states {
+            // What was read of a state is written over.
+            self.sequences[seq.0 as usize].reading = None;
             states.expect(seq, from, to, is_prompt, &self.sequences[seq.0 as usize].blocks);
         }
         if let Some(windows) = self.windows.as_mut().filter(|_| is_prompt && to > from) {

@@ -23,6 +23,18 @@ impl Key {
         let mut hash = Sha256::new();
         hash.update(self.0.to_le_bytes());
         tokens.iter().for_each(|token| hash.update(token.to_le_bytes()));
+        Self::half(hash)
+    }
+
+    /// Names the state after this beginning. No tokens have five bytes, so it is no block's name.
+    pub(super) fn state(self) -> Self {
+        let mut hash = Sha256::new();
+        hash.update(self.0.to_le_bytes());
+        hash.update(b"state");
+        Self::half(hash)
+    }
+
+    fn half(hash: Sha256) -> Self {
         let digest: [u8; 32] = hash.finalize().into();
         let mut half = [0; 16];
         half.copy_from_slice(&digest[..16]);

@@ -38,6 +38,13 @@ impl KvCache {
 
     /// As [`Self::commit`], and the block at the end, which is not complete: for a sequence that ends.
     pub fn commit_all(&mut self, seq: SeqId, tokens: &[u32]) {
+        self.commit_end(seq, tokens);
+        if self.spill.is_some() {
+            self.note_states(seq, tokens);
+        }
+    }
+
+    fn commit_end(&mut self, seq: SeqId, tokens: &[u32]) {
         self.commit(seq, tokens);
         if let Some(states) = self.states.as_mut().filter(|states| states.at(seq) == tokens.len()) {
             states.snapshot(seq, &self.sequences[seq.0 as usize].blocks, false);

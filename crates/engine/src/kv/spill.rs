@@ -4,7 +4,10 @@
 //! as the caller likes. The file is a convenience: one that fails again and again is not used any more.
 //!
 //! Where layers that see a window have blocks of their own, a block of the file is one of each, and its note ends with a
-//! byte that says whether the window's was still there ([`WITH_WINDOW`]).
+//! byte that says whether the window's was still there ([`WITH_WINDOW`]). States lie beside the blocks
+//! (`spill/states.rs`).
+
+mod states;
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -19,7 +22,9 @@ use smoe_store::{
 };
 
 use super::prefix::{Key, Node};
-use super::{BLOCK, KvCache, windows};
+use super::{BLOCK, KvCache, state_shape, windows};
+use states::{Pieces, is_piece};
+pub(super) use states::{UnsavedState, count};
 
 /// Writes under way at once; each has a buffer of a block.
 pub(super) const QUEUE: usize = 4;
@@ -28,7 +33,7 @@ pub(super) const QUEUE: usize = 4;
 const REPEATS: usize = 4 * QUEUE;
 /// Blocks of two pools that are read at once: as many as the file has threads.
 pub(super) const STAGE: usize = 4;
-/// Ends the note of a block that came with its window's, and of one that did not.
+/// Ends the note of a block that came with its window's, and of one that did not; `states::PIECE` is another.
 const WITH_WINDOW: u8 = 1;
 const WITHOUT_WINDOW: u8 = 0;
 /// Changes with the arithmetic of keys and values: what an earlier build computed is not what this one would.
@@ -49,7 +54,8 @@ impl SpillConfig {
     pub fn memory_bytes(spec: &ModelSpec, kv_type: KvType) -> u64 {
         let apart = usize::from(windows::width(spec).is_some());
         let block = KvCache::windowed_bytes(spec, kv_type, BLOCK, apart);
-        QUEUE as u64 * (block + 4096) + (STAGE * apart) as u64 * block
+        let staged = apart + usize::from(state_shape(spec).is_some());
+        QUEUE as u64 * (block + 4096) + (STAGE * staged) as u64 * block
     }
 }
 
@@ -61,6 +67,8 @@ pub(super) struct Spill {
     file: BlockFile,
     /// Where the parts of blocks of two pools meet.
     stage: Option<Stage>,
+    /// How states lie in the file, if layers keep any.
+    pieces: Option<Pieces>,
     /// Blocks in memory that the file does not have, and some that it has or that are gone.
     unsaved: VecDeque<(u32, Key)>,
     /// Blocks and bytes that the file has written and read without a fault.
@@ -107,7 +115,7 @@ pub(super) fn settings(max_bytes: u64, block_bytes: usize, fingerprint: [u8; 32]
 
 impl Spill {
     pub(super) fn new(file: BlockFile) -> Self {
-        Self { file, stage: None, unsaved: VecDeque::new(), good: 0, in_a_row: 0 }
+        Self { file, stage: None, pieces: None, unsaved: VecDeque::new(), good: 0, in_a_row: 0 }
     }
 
     /// For blocks of two pools, of so many bytes.
@@ -147,7 +155,7 @@ impl Spill {
             let words = meta.note.chunks_exact(4).zip(own);
             words.take_while(|(word, token)| **word == token.to_le_bytes()).count()
         };
-        let whole = self.file.children(parent.0);
+        let whole = self.file.children(parent.0).filter(|meta| !is_piece(meta));
         let whole = whole.filter(|meta| !is_apart || meta.note.last() == Some(&WITH_WINDOW));
         let lengths = whole.map(|meta| (meta, common(meta)));
         let (meta, len) = lengths.max_by_key(|(_, len)| *len).filter(|(_, len)| *len > 0)?;

@@ -8,6 +8,8 @@
 //! Snapshots are bounded. A step takes them where they are worth most ([`States::expect`]); the one that was used longest
 //! ago gives way.
 
+mod device;
+
 use std::cmp::Ordering;
 
 use smoe_format::ModelSpec;
@@ -15,6 +17,7 @@ use smoe_kernels::{DeltaMark, DeltaRun, DeltaShape};
 
 use super::{BLOCK, SeqId};
 use crate::backend::Row;
+pub use device::StateCopy;
 
 /// Positions between snapshots of a long beginning that conversations may share, and of a long answer. A snapshot of
 /// Qwen3-Next-80B is 79 MB. EXP-ENGINE-09.
@@ -53,6 +56,10 @@ struct Live {
     edge: Option<(usize, u32)>,
     /// The running step, or the last one, computes a part of a prompt.
     is_prompt: bool,
+    /// The last edge before its prompt's last token, from which its answer can be generated again.
+    prompt_edge: usize,
+    /// Where others are known to go on otherwise: a block's edge.
+    part: Option<usize>,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -93,6 +100,8 @@ pub(super) struct States {
     pending: Vec<Pending>,
     /// Clock of uses.
     now: u64,
+    /// States lie in a device's memory: what is to be copied there.
+    device_copies: Option<Vec<StateCopy>>,
 }
 
 impl States {
@@ -121,6 +130,7 @@ impl States {
             of_block: vec![None; blocks],
             pending: Vec::with_capacity(snapshots),
             now: 0,
+            device_copies: None,
         })
     }
 
@@ -144,13 +154,21 @@ impl States {
 
     /// A step is about to compute positions `from` to `to` of a sequence, whose blocks these are, of its prompt or of an
     /// answer. Of a prompt a snapshot is taken at the last block edge before its last token, from which its answer can
-    /// be generated again: each step of it takes one, instead of the step before. Others are taken at [`SPACING`]-th
-    /// positions, where all conversations find them: the last ones of the step, so that a long one does not take every
-    /// place.
+    /// be generated again: each step of it takes one, instead of the step before. One is taken where others are known to
+    /// go on otherwise ([`Self::part_at`]): there the next one begins. Others are taken at [`SPACING`]-th positions, where
+    /// all conversations find them: the last ones of the step, so that a long one does not take every place.
     pub(super) fn expect(&mut self, seq: SeqId, from: usize, to: usize, is_prompt: bool, blocks: &[u32]) {
         let edge = to.saturating_sub(1) / BLOCK * BLOCK;
-        self.live[seq.0 as usize].is_prompt = is_prompt;
-        if is_prompt && !edge.is_multiple_of(SPACING) {
+        let live = &mut self.live[seq.0 as usize];
+        live.is_prompt = is_prompt;
+        if is_prompt {
+            live.prompt_edge = edge;
+        }
+        let part = self.live[seq.0 as usize].part.filter(|part| (from + 1..=to).contains(part));
+        if let Some(part) = part.filter(|part| !part.is_multiple_of(SPACING)) {
+            self.plan(seq, part, false);
+        }
+        if is_prompt && !edge.is_multiple_of(SPACING) && part != Some(edge) {
             match edge.cmp(&from) {
                 Ordering::Greater => self.plan(seq, edge, true),
                 Ordering::Equal => self.snapshot(seq, blocks, true),
@@ -240,7 +258,7 @@ impl States {
                 self.drop_edge(edge.replace((snapshot, blocks[block])), snapshot);
             }
         }
-        self.live[seq.0 as usize] = Live { at, place: 1 - place, edge, is_prompt };
+        self.live[seq.0 as usize] = Live { at, place: 1 - place, edge, ..self.live[seq.0 as usize] };
     }
 
     /// Clears the snapshot at an earlier edge, if it is still that and not the one that came instead.
@@ -262,7 +280,7 @@ impl States {
         let Some(Pending { snapshot, .. }) = self.pending.get(n).copied() else { return };
         self.pending.truncate(n);
         let (from, to) = (self.of_sequence(seq, place), self.of_snapshot(snapshot));
-        self.memory.copy_within(from..from + self.len, to);
+        self.copy(from, to);
         self.give(snapshot, blocks[index], at - index * BLOCK);
         if is_edge {
             self.drop_edge(edge, snapshot);
@@ -307,12 +325,12 @@ impl States {
             (position <= most).then_some((snapshot, position))
         });
         let live = &mut self.live[seq.0 as usize];
-        live.edge = None;
+        (live.edge, live.prompt_edge, live.part) = (None, 0, None);
         live.at = found.map_or(0, |(_, position)| position);
         let (at, place) = (live.at, live.place);
         if let Some((snapshot, _)) = found {
             let (from, to) = (self.of_snapshot(snapshot), self.of_sequence(seq, place));
-            self.memory.copy_within(from..from + self.len, to);
+            self.copy(from, to);
             self.now += 1;
             self.snapshots[snapshot].used = self.now;
         }
@@ -322,6 +340,48 @@ impl States {
     /// As [`Self::go_to`], if the state has seen more.
     pub(super) fn go_back(&mut self, seq: SeqId, blocks: &[u32], most: usize) -> usize {
         if self.at(seq) <= most { self.at(seq) } else { self.go_to(seq, blocks, most) }
+    }
+
+    /// f32 of a state.
+    pub(super) const fn len(&self) -> usize {
+        self.len
+    }
+
+    /// The snapshot of a block that has seen so many of its positions.
+    pub(super) fn snapshot_of(&self, block: u32, fill: usize) -> Option<&[f32]> {
+        let snapshot = self.of_block[block as usize]? as usize;
+        let at = self.of_snapshot(snapshot);
+        (self.snapshots[snapshot].fill == fill).then(|| &self.memory[at..at + self.len])
+    }
+
+    /// Where the state of a sequence that is empty is read into, in parts, until it has [arrived](Self::arrive).
+    pub(super) fn room(&mut self, seq: SeqId) -> &mut [f32] {
+        let at = self.of_sequence(seq, self.live[seq.0 as usize].place);
+        &mut self.memory[at..at + self.len]
+    }
+
+    /// The state of a sequence was read, which is that after `at` positions, the last of which is in the last of these
+    /// blocks: a snapshot of it stays.
+    pub(super) fn arrive(&mut self, seq: SeqId, at: usize, blocks: &[u32]) {
+        let live = &mut self.live[seq.0 as usize];
+        (live.at, live.edge, live.prompt_edge, live.part) = (at, None, 0, None);
+        self.snapshot(seq, blocks, false);
+    }
+
+    /// Others are known to have the sequence's tokens up to there, the edge of a block, and to go on otherwise, or may
+    /// begin there as it did.
+    pub(super) fn part_at(&mut self, seq: SeqId, position: usize) {
+        self.live[seq.0 as usize].part = Some(position);
+    }
+
+    /// Where that is.
+    pub(super) fn parting(&self, seq: SeqId) -> Option<usize> {
+        self.live[seq.0 as usize].part
+    }
+
+    /// The last edge of its prompt.
+    pub(super) fn prompt_edge(&self, seq: SeqId) -> usize {
+        self.live[seq.0 as usize].prompt_edge
     }
 
     /// For tests: the state.

@@ -7,6 +7,7 @@ use smoe_store::{BlockFile, DirectIo, Disk, DiskError, WriteDisk};
 
 use super::*;
 
+mod states;
 mod windows;
 
 /// A spec of two layers, small.

@@ -159,7 +159,17 @@ impl Random {
 /// nothing is held.
 #[test]
 fn whoever_leaves_the_others_get_what_they_get_alone() {
-    let (dir, vault, model) = tiny();
+    leave(TinyModel::qwen3(3));
+}
+
+/// With states, which go to the file too.
+#[test]
+fn whoever_leaves_those_of_linear_attention_get_what_they_get_alone() {
+    leave(TinyModel::qwen3_next(3));
+}
+
+fn leave(model: TinyModel) {
+    let (dir, vault, model) = tiny_of(model);
     let top_k = vault.spec.moe.top_k;
     for seed in 1..7_u64 {
         let mut random = Random(seed * 0x9e37_79b9);

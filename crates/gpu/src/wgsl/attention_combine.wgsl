@@ -1,6 +1,6 @@
 // Joins a token's splits: a team of lanes for a group of columns, which it may quantise. Workgroups: (groups, token).
 //
-// Needs: quantise.wgsl (const GROUP), attention_join.wgsl, const CELLS (groups of a token), PLANE, CODED; fn store_mixed, store_codes.
+// Needs: quantise.wgsl (const GROUP), attention_join.wgsl, const CELLS (groups of a token), PLANE, CODED; fn store_mixed, store_codes; gate_of, gated.
 
 struct Params { first: u32, splits: u32, low: u32, nothing: u32 }
 var<immediate> p: Params;
@@ -17,7 +17,9 @@ fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) l
         let chunk = group * (GROUP / 4u) + TEAM * i + lane % TEAM;
         x[i] = vec4(0.0);
         if (chunk < HEADS * VALUE_WORDS) {
-            x[i] = joined(wg.y * p.splits, count, chunk / VALUE_WORDS, chunk % VALUE_WORDS);
+            // On its way while splits are joined.
+            let gate = gate_of(token, chunk);
+            x[i] = gated(joined(wg.y * p.splits, count, chunk / VALUE_WORDS, chunk % VALUE_WORDS), gate);
             if (PLANE) {
                 store_mixed(token, chunk, x[i]);
             }

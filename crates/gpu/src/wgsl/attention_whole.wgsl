@@ -1,7 +1,7 @@
 // The end of attention over a token's only split, with the arithmetic of attention_combine.wgsl.
 //
 // Needs: attention.wgsl, const CELLS (groups of a token), PLANE, CODED, SINKS; fn sink_of(head), store_mixed,
-// store_codes.
+// store_codes; gate_of, gated.
 
 // What a query's sums are multiplied by, and what they are divided by.
 var<workgroup> ends: array<vec2<f32>, VECTORS * 4u>;
@@ -25,7 +25,9 @@ fn end_query(unit: u32, query: u32, head: u32, most: f32, sum: f32) {
 fn end_sum(unit: u32, query: u32, head: u32, word: u32, sum: vec4<f32>) {
     // Nobody reads scores any more.
     let x = fma4(vec4(ends[query].x), sum, vec4(0.0));
-    scores[query * VALUE_WORDS + word] = x / vec4(ends[query].y);
+    // The only split of the first round: its number is the token's.
+    let gate = gate_of(unit, head * VALUE_WORDS + word);
+    scores[query * VALUE_WORDS + word] = gated(x / vec4(ends[query].y), gate);
 }
 
 /// Writes the outputs of `count` heads from `head` on, which lie in `scores`.

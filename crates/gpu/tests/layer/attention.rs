@@ -122,7 +122,7 @@ fn attend(
         &upload(gpu, &cache.bytes),
         Rows { rows: &words(gpu, &rows), tables: &words(gpu, &cache.tables) },
         &scratch,
-        AttentionOutputs { plane: Some(&plane), coded: coded.as_ref() },
+        AttentionOutputs { plane: Some(&plane), coded: coded.as_ref(), gate: None },
         None,
     )
     .unwrap();
@@ -388,7 +388,10 @@ fn check_turning(
         let bytes = upload(gpu, &cache.bytes);
         let queries = stale(gpu, n_heads * head_dim);
         let coded = stale_coded(gpu, 1, width, group);
-        let outputs = AttentionOutputs { plane: None, coded: Some(&coded) };
+        // Any columns of the plane will do for a gate.
+        let gate = AttentionGate { plane: &plane, stride, at: 0 };
+        let outputs =
+            AttentionOutputs { plane: None, coded: Some(&coded), gate: (group == 64).then_some(gate) };
         let attention =
             Attention::new(gpu, 1, kv, heads, &queries, &bytes, rows, &scratch, outputs, Some(input))
                 .unwrap();
@@ -441,4 +444,87 @@ fn attention_that_turns_a_lone_token_does_what_rope_and_attention_do() {
     ];
     assert!(made.iter().all(|one| *one == made[0]), "{made:?}");
     eprintln!("made there: {}", made[0]);
+}
+
+/// Outputs of all tokens, recorded as one kernel if all are in the first split, or as several.
+fn gated(
+    gpu: &Gpu,
+    cache: &Cache,
+    n_heads: usize,
+    tokens: &[(usize, usize, usize)],
+    queries: &[f32],
+    gate: Option<&[f32]>,
+    coded: bool,
+) -> Vec<u32> {
+    let kv = cache.kv;
+    let width = n_heads * kv.value_dim;
+    let row = |&(session, position, first): &(usize, usize, usize)| {
+        [position as u32, cache.starts[session] as u32, first as u32, 0]
+    };
+    let rows: Vec<u32> = tokens.iter().flat_map(row).collect();
+    let scratch = AttentionScratch::new(gpu, n_heads, kv.value_dim, 300, 1 << 20).unwrap();
+    let plane = stale(gpu, tokens.len() * width);
+    let int8 = stale_coded(gpu, tokens.len(), width, 64);
+    // Behind five other columns.
+    let stride = width + 5;
+    let columns: Vec<f32> =
+        gate.unwrap_or(&[]).chunks(width).flat_map(|row| [&[f32::NAN; 5], row].concat()).collect();
+    let columns = floats(gpu, &columns);
+    let gate = gate.map(|_| AttentionGate { plane: &columns, stride, at: 5 });
+    let outputs = if coded {
+        AttentionOutputs { plane: None, coded: Some(&int8), gate }
+    } else {
+        AttentionOutputs { plane: Some(&plane), coded: None, gate }
+    };
+    let attention = Attention::new(
+        gpu,
+        tokens.len(),
+        kv,
+        AttentionHeads { n_heads, scale: 0.4, sinks: None },
+        &floats(gpu, queries),
+        &upload(gpu, &cache.bytes),
+        Rows { rows: &words(gpu, &rows), tables: &words(gpu, &cache.tables) },
+        &scratch,
+        outputs,
+        None,
+    )
+    .unwrap();
+    let end = tokens.iter().map(|&(_, position, _)| position + 1).max().unwrap();
+    run(gpu, |step| attention.record(step, tokens.len(), 1, end, end));
+    if coded {
+        [&int8.codes, &int8.cells].iter().flat_map(|slice| read_words(gpu, slice)).collect()
+    } else {
+        read_words(gpu, &plane)
+    }
+}
+
+#[test]
+fn a_gate_multiplies_outputs_with_its_sigmoid_and_changes_nothing_else() {
+    let Some(gpu) = gpu() else { return };
+    let kv = KvLayout { format: KvFormat::F16, n_kv_heads: 2, head_dim: 64, value_dim: 64 };
+    let mut random = Random(91);
+    let cache = Cache::new(kv, &[300], &mut random);
+    let (n_heads, width) = (8, 512);
+    // One split of a token, several, and a prompt.
+    for range in [40..41, 299..300, 100..140] {
+        let tokens: Vec<_> = range.map(|position| (0, position, 0)).collect();
+        let queries = random.values(tokens.len() * width);
+        let mut gate: Vec<f32> = random.values(tokens.len() * width).iter().map(|g| 4.0 * g).collect();
+        gate[..3].copy_from_slice(&[f32::NEG_INFINITY, 100.0, 0.0]);
+        let plain = gated(gpu, &cache, n_heads, &tokens, &queries, None, false);
+        let opened = gated(gpu, &cache, n_heads, &tokens, &queries, Some(&gate), false);
+        for (i, ((x, g), got)) in plain.iter().zip(&gate).zip(&opened).enumerate() {
+            let expected = f32::from_bits(*x) * sigmoid(*g);
+            assert_eq!(f32::from_bits(*got), expected, "{}: output {i}, {g}", tokens.len());
+        }
+        // The same, quantised.
+        let int8 = gated(gpu, &cache, n_heads, &tokens, &queries, Some(&gate), true);
+        let plane = floats(gpu, &opened.iter().map(|bits| f32::from_bits(*bits)).collect::<Vec<_>>());
+        let expected = stale_coded(gpu, tokens.len(), width, 64);
+        let quantise = Quantise::new(gpu, &plane, &expected).unwrap();
+        run(gpu, |step| quantise.record(step, tokens.len()));
+        let expected: Vec<u32> =
+            [&expected.codes, &expected.cells].iter().flat_map(|slice| read_words(gpu, slice)).collect();
+        assert_eq!(int8, expected, "int8 of {}", tokens.len());
+    }
 }

@@ -114,7 +114,7 @@ impl Latents {
         let scratch = AttentionScratch::new(gpu, heads, kv.kv_rank, visible, bytes).unwrap();
         let n = tokens.len() * heads * kv.kv_rank;
         let out = stale(gpu, n + 4);
-        let outputs = AttentionOutputs { plane: Some(&out), coded };
+        let outputs = AttentionOutputs { plane: Some(&out), coded, gate: None };
         let t = tokens.len();
         let attention = if cuts.is_empty() {
             LatentAttention::new(gpu, t, kv, heads, scale, &queries, &cache, rows, &scratch, outputs)

@@ -91,7 +91,7 @@ fn what_leaves_is_what_two_kernels_make() {
                 let scratch = AttentionScratch::new(gpu, heads, kv_rank, visible, 0).unwrap();
                 let plane = CodedPlane::new(gpu, heads, kv_rank, group).unwrap();
                 let whole = CodedPlane { tokens: 1, cols: heads * kv_rank, ..plane.clone() };
-                let outputs = AttentionOutputs { plane: None, coded: Some(&whole) };
+                let outputs = AttentionOutputs { coded: Some(&whole), ..Default::default() };
                 let attention =
                     LatentAttention::new(gpu, 1, kv, heads, 0.1, &queries, &cache, rows, &scratch, outputs)
                         .unwrap();

@@ -5,6 +5,7 @@
 mod attention;
 #[path = "../common/mod.rs"]
 mod common;
+mod delta_net;
 mod latent;
 mod latent_lone;
 mod norm;
@@ -20,16 +21,19 @@ use smoe_format::half::f16_to_f32;
 use smoe_format::spec::{GroupScore, GroupSpec, MoeSpec, RouterKind};
 use smoe_format::{Encoding, Uniform, Zero};
 use smoe_gpu::{
-    Angles, Argmax, Attention, AttentionHeads, AttentionOutputs, AttentionScratch, CodedMatmul, CodedPlane,
-    Columns, Delta, Embed, FloatMatmul, Gpu, Halt, HeadColumns, HeadInput, HeadMatmul, HeadPlane, HeadTurn,
-    KV_BLOCK, KvFormat, KvLayout, Lanes, LatentAppend, LatentAttention, LatentCut, LatentEntry, LatentExit,
-    LatentInput, LatentLayout, LatentNorm, LatentQueries, LatentRow, MixNorm, NormInput, NormMatmul,
-    NormOutputs, OwnMatmul, Projections, QkNorm, Quantise, RopeAppend, RopeInput, RopePairs, Route,
-    RouteInputs, RouteOutputs, RouterNorm, Rows, Shared, Slice, Step, Tuning, Weights, WorkList,
+    Angles, Argmax, Attention, AttentionGate, AttentionHeads, AttentionOutputs, AttentionScratch,
+    CodedMatmul, CodedPlane, Columns, Delta, DeltaInput, DeltaLayout, DeltaNet, DeltaNetWeights,
+    DeltaOutputs, DeltaScratch, Embed, FloatMatmul, Gpu, Halt, HeadColumns, HeadInput, HeadMatmul, HeadPlane,
+    HeadTurn, KV_BLOCK, KvFormat, KvLayout, Lanes, LatentAppend, LatentAttention, LatentCut, LatentEntry,
+    LatentExit, LatentInput, LatentLayout, LatentNorm, LatentQueries, LatentRow, MixNorm, NormInput,
+    NormMatmul, NormOutputs, OwnMatmul, Projections, QkNorm, Quantise, RopeAppend, RopeInput, RopePairs,
+    Route, RouteInputs, RouteOutputs, RouterNorm, Rows, Shared, Slice, StateMark, StateRun, StateRuns, Step,
+    Tuning, Weights, WorkList,
 };
 use smoe_kernels::{
-    HeadInput as CpuHeadInput, HeadScratch, Kernels, KvBlocks, KvPlane, KvType, Matrix, Pool, RopeStyle,
-    head_matmul, sigmoid, top_k,
+    DeltaInput as CpuDeltaInput, DeltaMark, DeltaRun, DeltaScratch as CpuDeltaScratch, DeltaShape,
+    DeltaWeights, HeadInput as CpuHeadInput, HeadScratch, Kernels, KvBlocks, KvPlane, KvType, Matrix, Pool,
+    RopeStyle, delta_net as cpu_delta_net, head_matmul, sigmoid, top_k,
 };
 
 /// What outputs hold before a kernel runs; a NaN that no arithmetic makes.

@@ -133,12 +133,22 @@ impl Index {
     pub(super) fn touch(&mut self, key: u128) -> bool {
         let Some(&slot) = self.by_key.get(&key) else { return false };
         let now = self.tick();
-        let held = self.at_mut(slot);
-        let before = std::mem::replace(&mut held.stamp, now);
-        if self.leaves.remove(&(before, slot)) {
-            self.leaves.insert((now, slot));
-        }
+        self.stamp(slot, now);
         true
+    }
+
+    /// A block is the first to give way, until it is used again.
+    pub(super) fn demote(&mut self, key: u128) {
+        if let Some(&slot) = self.by_key.get(&key) {
+            self.stamp(slot, 0);
+        }
+    }
+
+    fn stamp(&mut self, slot: u32, stamp: u64) {
+        let before = std::mem::replace(&mut self.at_mut(slot).stamp, stamp);
+        if self.leaves.remove(&(before, slot)) {
+            self.leaves.insert((stamp, slot));
+        }
     }
 
     /// The slot of a block that is held, to be written anew; `None` if there is none.

@@ -109,10 +109,16 @@ fn run(config: &BlockFileConfig, capacity: usize, seed: u64, steps: usize) -> Mo
                 let held: Vec<bool> = wanted.iter().map(|&key| model.touch(key)).collect();
                 assert_eq!(get(&mut file, &wanted), held);
             }
-            13..16 => {
+            13..15 => {
                 model.touch(key);
                 file.touch(key);
             }
+            // One at a time: which of several goes first is not said.
+            15 if model.blocks.iter().all(|block| block.used > 0) => {
+                model.blocks.iter_mut().filter(|block| block.key == key).for_each(|block| block.used = 0);
+                file.demote(key);
+            }
+            15 => {}
             16..18 => {
                 model.blocks.retain(|block| block.key != key);
                 file.remove(key);

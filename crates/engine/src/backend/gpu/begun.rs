@@ -2,7 +2,8 @@
 //!
 //! In greedy decoding the device finds the next token by itself, and the next step is recorded already: it is handed over
 //! before the host waits for this one. The host makes its own choice afterwards; if it is another, the step was in vain:
-//! its keys and values are written again by whoever has that position next, and nothing else of it is kept.
+//! its keys and values are written again by whoever has that position next, its states are where nobody looks, and nothing else of
+//! it is kept.
 
 use smoe_gpu::Submitted;
 
@@ -56,6 +57,9 @@ impl GpuBackend {
             return;
         };
         self.write_rows(&[row], kv);
+        if let Some(nets) = &mut self.nets {
+            nets.place_behind(&self.gpu, seq, kv);
+        }
         // Of the token that the step before chooses.
         self.ends.embed.record(self.recorder.step(), 1);
         if let Some(submitted) = self.submit_with(Some(step)) {
@@ -79,7 +83,8 @@ impl GpuBackend {
         kv: &mut KvCache,
         head: &[usize],
     ) -> Result<bool, EngineError> {
-        let is_it = |begun: &mut Begun| rows == [begun.row] && head == [0];
+        // It has taken no snapshots.
+        let is_it = |begun: &mut Begun| rows == [begun.row] && head == [0] && !kv.takes_snapshots();
         let Some(begun) = self.flow.begun.take_if(is_it).filter(|_| self.flow.put_off.is_some()) else {
             self.begin_in_earnest();
             return Ok(false);

@@ -1,19 +1,21 @@
 //! Puts a model on a device: uploads the backbone, claims planes, cache and tier, binds every kernel.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use smoe_format::expert_file::{LayerTable, TensorEntry};
 use smoe_format::{Encoding, FfnKind, ModelSpec, Uniform};
 use smoe_gpu::{
-    Angles, Argmax, Attention, AttentionHeads, AttentionOutputs, AttentionScratch, CodedMatmul, CodedPlane,
-    Columns, Delta, Down, Embed, ExactMatmul, ExpertInput, ExpertLayout, FloatMatmul, GateUp, Gpu, GpuError,
-    Halt, Hidden, KvLayout, MixNorm, NormInput, NormMatmul, NormOutputs, OwnMatmul, Projections as Projected,
-    QkNorm, RopeAppend, RopeInput, RopePairs, Route, RouteInputs, RouteOutputs, RouterNorm, Rows, Shared,
-    Slice, Weights as DeviceWeights, WorkList,
+    Angles, Argmax, Attention, AttentionGate, AttentionHeads, AttentionOutputs, AttentionScratch,
+    CodedMatmul, CodedPlane, Columns, Delta, Down, Embed, ExactMatmul, ExpertInput, ExpertLayout,
+    FloatMatmul, GateUp, Gpu, GpuError, Halt, Hidden, KvLayout, MixNorm, NormInput, NormMatmul, NormOutputs,
+    OwnMatmul, Projections as Projected, QkNorm, RopeAppend, RopeInput, RopePairs, Route, RouteInputs,
+    RouteOutputs, RouterNorm, Rows, Shared, Slice, Weights as DeviceWeights, WorkList,
 };
 use smoe_kernels::{Kernels, KvType, Matrix, Pool};
 use smoe_meter::TierMeter;
 
+use super::delta::{DeltaPlanes, Nets};
 use super::flow::{Flow, HALT_BYTES};
 use super::host::HostExperts;
 use super::latent::LatentPlanes;
@@ -25,13 +27,13 @@ use super::tier::ExpertTier;
 use super::weights::{DeviceMatrix, Uploader, stackable};
 use super::{GpuBackend, LISTS, Pending};
 use crate::EngineError;
-use crate::backend::{HEAD_ROWS, cpu};
+use crate::backend::{DeviceOpening, HEAD_ROWS, cpu};
 use crate::device::{DevicePlan, ExpertPath};
 use crate::engine::POLICY;
 use crate::kv::BLOCK;
 use crate::plan::Plan;
 use crate::rope::RopeTable;
-use crate::weights::{Ffn, LayerFfn, LayerWeights, Projections, Weights};
+use crate::weights::{Delta as DeltaTensors, Ffn, LayerFfn, LayerWeights, Projections, Weights};
 
 /// The planes that layers share: one layer runs at a time.
 pub(super) struct Planes {
@@ -59,6 +61,8 @@ pub(super) struct Planes {
     pub(super) scratch: AttentionScratch,
     /// Of latent attention.
     pub(super) latent: Option<LatentPlanes>,
+    /// Of gated delta nets.
+    pub(super) net: Option<DeltaPlanes>,
     angles: Slice,
     tables: Slice,
     rows: Vec<RowBuffer>,
@@ -104,6 +108,18 @@ pub(super) const fn floats(n: usize) -> u64 {
     4 * n as u64
 }
 
+/// The weights that the input of a feed-forward part is multiplied by.
+fn multiplied(ffn: &LayerFfn, experts: Option<&LayerTable>) -> Vec<Encoding> {
+    let of = |ffn: &Ffn| [ffn.gate.encoding, ffn.up.encoding];
+    match ffn {
+        LayerFfn::Dense(dense) => of(dense).into(),
+        LayerFfn::Moe { router, shared, .. } => {
+            let routed = experts.iter().flat_map(|table| &table.tensors[..2]).map(|tensor| tensor.encoding);
+            routed.chain(shared.iter().flat_map(of)).chain([router.encoding]).collect()
+        }
+    }
+}
+
 impl GpuBackend {
     /// Puts the model on `gpu`, for steps of at most `plan.chunk` tokens. The weights here are not needed
     /// afterwards.
@@ -121,13 +137,14 @@ impl GpuBackend {
         ring: Option<Ring>,
         exact: bool,
     ) -> Result<Self, EngineError> {
+        let compiled = gpu.compile_times();
         let meter = Arc::new(TierMeter::default());
         let in_place = ring.as_ref().filter(|_| device.path == ExpertPath::InPlace);
         let tier = match in_place {
             Some(ring) => ExpertTier::in_place(&gpu, tables, &device.slots, ring, meter.clone())?,
             None => ExpertTier::new(&gpu, tables, &device.slots, POLICY, meter.clone())?,
         };
-        let mut builder = Builder::new(&gpu, spec, weights, tables, plan, exact)?;
+        let mut builder = Builder::new(&gpu, spec, weights, tables, plan, device.snapshots, exact)?;
         let first = tables.first().map(|table| ExpertLayout::new(table, table.record_len as u64));
         let mut lists = Vec::new();
         let mut device_list = None;
@@ -151,7 +168,8 @@ impl GpuBackend {
         }
         let ends = builder.ends()?;
         let n_moe = moe_index;
-        let Builder { planes, kv, .. } = builder;
+        let Builder { planes, kv, up, .. } = builder;
+        let upload = up.spent;
         let router = n_moe * plan.chunk * spec.moe.n_experts;
         let few = layers.iter().filter_map(|layer: &Layer| layer.ops.moe()).map(|moe| moe.route.few()).min();
         let few = few.unwrap_or(usize::MAX);
@@ -165,6 +183,16 @@ impl GpuBackend {
         let readbacks = [gpu.readback(read)?, gpu.readback(read)?];
         // Nothing waits for what was written: a device without room for it says so here, or at the first step.
         gpu.check()?;
+        let waited = Instant::now();
+        gpu.finish_kernels()?;
+        let times = gpu.compile_times();
+        let opening = DeviceOpening {
+            upload,
+            kernels: times.kernels - compiled.kernels,
+            shaders: times.shaders - compiled.shaders,
+            pipelines: times.pipelines - compiled.pipelines,
+            wait: waited.elapsed(),
+        };
         Ok(Self {
             recorder: Recorder::new(gpu.clone(), meter.clone()),
             tokens: 0,
@@ -182,6 +210,7 @@ impl GpuBackend {
             route_weights: planes.route_weights,
             seen: planes.seen,
             kv,
+            nets: planes.net.map(Nets::new),
             block: gpu.buffer("a block of keys and values", layer_block_bytes(spec, plan.kv))?,
             tier,
             host,
@@ -203,6 +232,7 @@ impl GpuBackend {
             everyone: Vec::with_capacity(plan.chunk),
             tokens_done: 0,
             plan: device,
+            opening,
             spec: spec.clone(),
             meter,
             gpu,
@@ -217,6 +247,7 @@ impl<'a> Builder<'a> {
         weights: &'a Weights,
         tables: &[LayerTable],
         plan: &Plan,
+        snapshots: usize,
         exact: bool,
     ) -> Result<Self, GpuError> {
         let a = &spec.attention;
@@ -250,7 +281,7 @@ impl<'a> Builder<'a> {
         let kv_bytes = |layer: usize| {
             let is_windowed = is_windowed(spec.window(layer).unwrap_or(usize::MAX));
             let blocks = if is_windowed { plan.window_blocks } else { plan.kv_positions.div_ceil(BLOCK) };
-            layer_block_bytes(spec, plan.kv) * blocks as u64
+            if spec.delta_of(layer).is_some() { 0 } else { layer_block_bytes(spec, plan.kv) * blocks as u64 }
         };
         let planes = Planes {
             hidden: plane("hidden states", t * d)?,
@@ -269,6 +300,7 @@ impl<'a> Builder<'a> {
             gates: plane("gates of shared experts", t)?,
             scratch: AttentionScratch::new(gpu, a.n_heads, a.mixed_dim(), plan.context, ATTENTION_SCRATCH)?,
             latent: LatentPlanes::new(gpu, spec, t, &groups)?,
+            net: DeltaPlanes::new(gpu, spec, plan, snapshots, &groups)?,
             angles: angle_slice,
             tables: plane("blocks of sessions", blocks)?,
             rows: windows.into_iter().map(row).collect::<Result<_, GpuError>>()?,
@@ -344,15 +376,15 @@ impl<'a> Builder<'a> {
     ) -> Result<Vec<Product>, GpuError> {
         let mut products = Vec::new();
         let mut offset = 0;
-        if stackable(matrices) {
-            let stacked = self.up.stack(matrices)?;
-            self.products_of(&stacked, input, tokens, out, stride, offset, &mut products)?;
-            return Ok(products);
-        }
-        for matrix in matrices {
-            let uploaded = self.up.matrix(matrix)?;
+        let mut rest = matrices;
+        while !rest.is_empty() {
+            // As many together as can be.
+            let n = (2..=rest.len()).rev().find(|&n| stackable(&rest[..n])).unwrap_or(1);
+            let (together, others) = rest.split_at(n);
+            let uploaded = self.up.stack(together)?;
             self.products_of(&uploaded, input, tokens, out, stride, offset, &mut products)?;
-            offset += matrix.rows();
+            offset += together.iter().map(Matrix::rows).sum::<usize>();
+            rest = others;
         }
         Ok(products)
     }
@@ -420,20 +452,28 @@ impl<'a> Builder<'a> {
         let weights: &'a LayerWeights = &self.weights.layers[layer];
         let host: &'a Weights = self.weights;
         let matrices: Vec<Matrix<'a>> = match &weights.projections {
-            Projections::Heads { q, k, v, gate: None, .. } => [q, k, v].map(|w| host.matrix(w)).into(),
+            Projections::Heads { q, k, v, gate, .. } => {
+                [q, k, v].into_iter().chain(gate).map(|w| host.matrix(w)).collect()
+            }
             Projections::Latent { q_down, q, kv_down, .. } => {
                 [q_down.as_ref().map_or(q, |(down, _)| down), kv_down].map(|w| host.matrix(w)).into()
             }
-            _ => return Err(EngineError::Unsupported { what: "this attention on a GPU".to_owned() }),
+            Projections::Delta(delta) => {
+                let DeltaTensors { q, k, v, gate, beta, decay, .. } = &**delta;
+                [q, k, v, gate, beta, decay].map(|w| host.matrix(w)).into()
+            }
         };
-        let stride: usize = matrices.iter().map(Matrix::rows).sum();
+        let rows: usize = matrices.iter().map(Matrix::rows).sum();
+        // Four columns are one vector where states are asked.
+        let stride = rows.next_multiple_of(if self.spec.delta_of(layer).is_some() { 4 } else { 1 });
         let (t, d) = (self.tokens, self.spec.d_model);
 
         let norm_weight = self.up.vector(&weights.attn_norm)?;
-        let enter = self.norm(&norm_weight, self.delta_before(layer), None, t, &self.planes.input)?;
-        let enter_plain = self.norm(&norm_weight, Delta::None, None, t, &self.planes.input)?;
+        let encodings: Vec<Encoding> = matrices.iter().map(Matrix::encoding).collect();
+        let input = self.planes.input.for_weights(&encodings);
+        let enter = self.norm(&norm_weight, self.delta_before(layer), None, t, &input)?;
+        let enter_plain = self.norm(&norm_weight, Delta::None, None, t, &input)?;
 
-        let input = Input { float: self.planes.input.float.clone(), coded: self.planes.input.coded.clone() };
         let projected = self.planes.projected.clone();
         let stacked = if stackable(&matrices) { Some(self.up.stack(&matrices)?) } else { None };
         let mut qkv = Vec::new();
@@ -464,14 +504,23 @@ impl<'a> Builder<'a> {
             dim: self.spec.rope_dim(),
             pairs: if self.spec.rope.interleaved { RopePairs::Neighbours } else { RopePairs::Halves },
         };
-        let mixed = Input { float: self.planes.mixed.float.clone(), coded: self.planes.mixed.coded.clone() };
+        let mixed = match (&weights.projections, &self.planes.net) {
+            (Projections::Delta(_), Some(net)) => &net.mixed,
+            _ => &self.planes.mixed,
+        };
+        let mixed = Input { float: mixed.float.clone(), coded: mixed.coded.clone() };
         let wanted = host.matrix(&weights.o).tiles().filter(|_| !self.exact);
         let coded = wanted.and_then(|u| mixed.coded.iter().find(|plane| plane.suits(u, weights.o.cols)));
         let mixer = match &weights.projections {
             Projections::Heads { bias, norm, .. } => {
                 self.heads(layer, bias.as_ref(), norm.as_ref(), stride, rows, angles, &mixed.float, coded)?
             }
-            _ => Mixer::Latent(Box::new(self.latent(layer, stride, rows, angles, &mixed.float, coded)?)),
+            Projections::Delta(delta) => {
+                Mixer::Delta(Box::new(self.delta(layer, delta, stride, &mixed.float, coded)?))
+            }
+            Projections::Latent { .. } => {
+                Mixer::Latent(Box::new(self.latent(layer, stride, rows, angles, &mixed.float, coded)?))
+            }
         };
         let delta = self.planes.delta.clone();
         let o_matrix = self.up.matrix(&host.matrix(&weights.o))?;
@@ -489,10 +538,10 @@ impl<'a> Builder<'a> {
         let o_bias = weights.o_bias.as_ref().map(|bias| self.up.vector(bias)).transpose()?;
         let norm_weight = self.up.vector(&weights.ffn_norm)?;
         let added = Delta::Plane(&self.planes.delta, o_bias.as_ref());
-        let leave = self.norm(&norm_weight, added, None, t, &self.planes.normed)?;
-
         let normed =
-            Input { float: self.planes.normed.float.clone(), coded: self.planes.normed.coded.clone() };
+            self.planes.normed.for_weights(&multiplied(&weights.ffn, tier.as_ref().map(|tier| tier.table)));
+        let leave = self.norm(&norm_weight, added, None, t, &normed)?;
+
         let ops = match (&weights.ffn, tier) {
             (LayerFfn::Dense(ffn), _) => LayerOps::Dense(Box::new(self.resident(host, ffn, &normed)?)),
             (LayerFfn::Moe { router, router_bias, correction, shared, shared_scale, biases }, Some(tier)) => {
@@ -598,7 +647,12 @@ impl<'a> Builder<'a> {
         let a = self.spec.attention;
         let (heads, kv_heads) = (a.n_heads * a.head_dim, a.n_kv_heads * a.head_dim);
         let (t, projected) = (self.tokens, self.planes.projected.clone());
-        let bias = bias.map(|bias| self.up.vector(&bias.concat())).transpose()?;
+        let padded = |bias: &[Vec<f32>; 3]| {
+            let mut all = bias.concat();
+            all.resize(stride, 0.0);
+            all
+        };
+        let bias = bias.map(|bias| self.up.vector(&padded(bias))).transpose()?;
         let norms = norm.map(|norm| self.up.vector(&norm.concat())).transpose()?;
         let rope_input = RopeInput {
             projections: Projected {
@@ -631,7 +685,12 @@ impl<'a> Builder<'a> {
             cache,
             rows,
             &self.planes.scratch,
-            AttentionOutputs { plane: coded.is_none().then_some(mixed), coded },
+            AttentionOutputs {
+                plane: coded.is_none().then_some(mixed),
+                coded,
+                // Behind queries, keys and values.
+                gate: a.gate.then_some(AttentionGate { plane: &projected, stride, at: heads + 2 * kv_heads }),
+            },
             Some(rope_input),
         )?;
         Ok(Mixer::Heads { rope, attention: Box::new(attention) })
@@ -706,7 +765,10 @@ impl<'a> Builder<'a> {
     fn ends(&mut self) -> Result<Ends, EngineError> {
         let (t, d, vocab) = (self.tokens, self.spec.d_model, self.spec.vocab_size);
         let host: &'a Weights = self.weights;
-        let groups: Vec<usize> = self.planes.input.coded.iter().map(|plane| plane.group).collect();
+        let groups: Vec<usize> = match host.head.encoding.tiles() {
+            Some(tiles) if !self.exact => vec![tiles.group()],
+            _ => Vec::new(),
+        };
         let final_norm = self.up.vector(&host.final_norm)?;
         let few = HEAD_ROWS.min(t);
         let input = Input::new(self.gpu, HEAD_ROWS, d, &groups)?;
@@ -714,7 +776,7 @@ impl<'a> Builder<'a> {
         let ids = self.gpu.buffer("tokens", floats(t))?;
         let logits = self.gpu.buffer("logits", floats(HEAD_ROWS * vocab))?;
         let delta = self.delta_before(self.spec.n_layers());
-        let mix = self.norm(&final_norm, delta, None, t, &self.planes.input)?;
+        let mix = self.norm(&final_norm, delta, None, t, &self.planes.input.for_weights(&[]))?;
         let mix_few = self.norm(&final_norm, delta, None, few, &input)?;
         let choose = self.norm(&final_norm, Delta::None, Some((&chosen, HEAD_ROWS)), t, &input)?;
         let head = self.product(&[host.matrix(&host.head)], &input, HEAD_ROWS, &logits, vocab)?;

@@ -229,7 +229,7 @@ impl<'a> Builder<'a> {
             HeadPlane::Coded(_) => None,
         });
         let scale = (a.score_scale / (a.head_dim as f64).sqrt()) as f32;
-        let outputs = AttentionOutputs { plane, coded: whole.as_ref() };
+        let outputs = AttentionOutputs { plane, coded: whole.as_ref(), gate: None };
         let scratch = &self.planes.scratch.clone();
         let attention =
             LatentAttention::new(gpu, t, layout, heads, scale, &queries, &cache, rows, scratch, outputs)?;

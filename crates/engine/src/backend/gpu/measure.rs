@@ -103,10 +103,11 @@ impl GpuBackend {
         self.tier.pretend(&self.gpu, true);
         let (token, apart) = (self.time_tokens(false), self.time_tokens(true));
         self.tier.pretend(&self.gpu, false);
-        let ((token_s, dispatches), (apart_s, _)) = (token?, apart?);
+        let ((token_s, first_s, dispatches), (apart_s, ..)) = (token?, apart?);
         let wait_s = (apart_s - token_s).max(0.0) / self.layers.len() as f64;
         let computes_here = self.host.is_some();
-        let rates = DeviceRates { token_s, dispatches, wait_s, upload_bytes_per_s, uploads, computes_here };
+        let rates =
+            DeviceRates { token_s, first_s, dispatches, wait_s, upload_bytes_per_s, uploads, computes_here };
         self.pace_by(&rates);
         Ok(Some(rates))
     }
@@ -179,6 +180,7 @@ impl GpuBackend {
                 self.recorder.clear();
                 self.gpu.write(&self.tables, 0, &[0; 4]);
                 self.visible = 1;
+                self.nets.iter_mut().for_each(|nets| nets.pretend(&self.gpu));
                 for buffer in &self.rows {
                     self.gpu.write(&buffer.rows, 0, bytemuck::cast_slice(&[0u32, 0, 0, 0]));
                 }
@@ -212,9 +214,10 @@ impl GpuBackend {
         Ok((median(times), left_out.0, left_out.1))
     }
 
-    /// Seconds of a token whose layers are handed over together, or one by one with a wait for each; its kernels.
-    fn time_tokens(&mut self, apart: bool) -> Result<(f64, u32), EngineError> {
-        let (mut times, mut dispatches) = (Vec::with_capacity(TIMES), 0);
+    /// Seconds of a token whose layers are handed over together, or one by one with a wait for each, and of the first of
+    /// them; its kernels.
+    fn time_tokens(&mut self, apart: bool) -> Result<(f64, f64, u32), EngineError> {
+        let (mut times, mut first, mut dispatches) = (Vec::with_capacity(TIMES), None, 0);
         // A software device has no clock of its own, and takes its time.
         let warm_up = if self.gpu.facts().kind == DeviceKind::Software { Duration::ZERO } else { WARM_UP };
         let began = Instant::now();
@@ -226,6 +229,7 @@ impl GpuBackend {
             self.begin_step(&[0]);
             self.gpu.write(&self.tables, 0, &[0; 4]);
             self.visible = position as usize + 1;
+            self.nets.iter_mut().for_each(|nets| nets.pretend(&self.gpu));
             for buffer in &self.rows {
                 self.gpu.write(&buffer.rows, 0, bytemuck::cast_slice(&[position, 0, 0, 0]));
             }
@@ -234,15 +238,17 @@ impl GpuBackend {
             } else {
                 self.flow_all(0, &[0])?
             }
+            let seconds = start.elapsed().as_secs_f64();
+            first.get_or_insert(seconds);
             if times.is_empty() && began.elapsed() < warm_up {
                 continue;
             }
-            times.push(start.elapsed().as_secs_f64());
+            times.push(seconds);
             dispatches = (self.meter.dispatches.get() - before) as u32;
         }
         self.headed.clear();
         (self.tokens, self.tokens_done, self.pending) = (0, 0, Pending::Nothing);
-        Ok((median(times), dispatches))
+        Ok((median(times), first.unwrap_or(f64::NAN), dispatches))
     }
 
     /// Bytes per second of experts that come by [`UPLOADED`], as a layer's misses do, or by as many as a layer has slots, in each

@@ -13,6 +13,7 @@
 
 mod begun;
 mod build;
+mod delta;
 mod flow;
 mod host;
 mod latent;
@@ -37,11 +38,14 @@ use smoe_meter::TierMeter;
 use smoe_store::Lease;
 
 use crate::EngineError;
-use crate::backend::{Advanced, Backend, DeviceTier, Follows, HEAD_ROWS, KernelTimes, Row, TokenCosts};
+use crate::backend::{
+    Advanced, Backend, DeviceOpening, DeviceTier, Follows, HEAD_ROWS, KernelTimes, Row, TokenCosts,
+};
 use crate::device::{DevicePlan, ExpertPath};
 use crate::forecast::DeviceRates;
 use crate::kv::{BlockCopy, KvCache};
 use crate::routes::Routes;
+use delta::Nets;
 use flow::{Flow, stamp};
 use host::{HostExperts, MARGIN};
 use lent::Flights;
@@ -70,6 +74,7 @@ pub struct GpuBackend {
     plan: DevicePlan,
     /// Why experts come in no better way.
     pub(crate) path_note: Option<String>,
+    opening: DeviceOpening,
     meter: Arc<TierMeter>,
     recorder: Recorder,
     /// Tokens of the step.
@@ -97,6 +102,8 @@ pub struct GpuBackend {
     seen: Slice,
     /// Keys and values, by layer.
     kv: Vec<Slice>,
+    /// States of layers that have them instead.
+    nets: Option<Nets>,
     /// Room for a block of a layer on its way to another.
     block: Slice,
     tier: ExpertTier,
@@ -226,6 +233,9 @@ impl GpuBackend {
     fn place(&mut self, rows: &[Row], kv: &mut KvCache) {
         self.copy_blocks(kv);
         self.write_rows(rows, kv);
+        if let Some(nets) = &mut self.nets {
+            nets.place(&self.gpu, rows, kv);
+        }
         self.visible = rows.iter().map(|row| row.position as usize + 1).max().unwrap_or(0);
     }
 
@@ -263,7 +273,7 @@ impl GpuBackend {
         }
     }
 
-    /// Copies what the cache wants copied: a block that goes on from the middle of another. At once, as the cache
+    /// Copies what the cache wants copied: a block that goes on from the middle of another, a state. At once, as the cache
     /// takes it for done, whatever becomes of the step.
     fn copy_blocks(&mut self, kv: &mut KvCache) {
         let mut any = false;
@@ -272,11 +282,19 @@ impl GpuBackend {
             any = true;
             let step = self.recorder.step();
             let len = self.block.len();
-            let of_these = |layer: &usize| kv.is_windowed(*layer) == is_window;
+            let spec = &self.spec;
+            let of_these =
+                |layer: &usize| kv.is_windowed(*layer) == is_window && spec.delta_of(*layer).is_none();
             for layer in (0..self.kv.len()).filter(of_these).map(|layer| &self.kv[layer]) {
                 let part = |block: u32| layer.part(u64::from(block) * len, len);
                 step.copy(&part(from), &self.block);
                 step.copy(&self.block, &part(to));
+            }
+        }
+        if let Some(nets) = &self.nets {
+            for copy in kv.take_state_copies() {
+                any = true;
+                nets.copy(self.recorder.step(), copy);
             }
         }
         if any {
@@ -310,6 +328,7 @@ impl GpuBackend {
                 rope.record(step, tokens);
                 attention.record(step, tokens, self.table_starts.len(), seen, visible);
             }
+            Mixer::Delta(net) => net.record(step, tokens),
             Mixer::Latent(latent) => latent.record(step, tokens, seen, visible, lone_o.is_none()),
         }
         match lone_o {
@@ -623,6 +642,10 @@ impl Backend for GpuBackend {
 
     fn profile(&mut self, on: bool) -> Option<KernelTimes> {
         std::mem::replace(&mut self.recorder.profile, on.then(KernelTimes::default))
+    }
+
+    fn opening(&self) -> Option<DeviceOpening> {
+        Some(self.opening)
     }
 
     fn tier(&self) -> Option<DeviceTier> {

@@ -1,8 +1,9 @@
 //! The kernels of each layer, bound to what they work on.
 
+use smoe_format::Encoding;
 use smoe_gpu::{
-    Argmax, Attention, CodedMatmul, CodedPlane, Down, Embed, ExactMatmul, FloatMatmul, GateUp, Gpu, GpuError,
-    MixNorm, NormMatmul, OwnMatmul, RopeAppend, Route, Slice, Step, WorkList,
+    Argmax, Attention, CodedMatmul, CodedPlane, DeltaNet, Down, Embed, ExactMatmul, FloatMatmul, GateUp, Gpu,
+    GpuError, MixNorm, NormMatmul, OwnMatmul, RopeAppend, Route, Slice, Step, WorkList,
 };
 
 use super::latent::Latent;
@@ -44,6 +45,15 @@ impl Input {
 
     pub(super) fn coded(&self) -> Vec<&CodedPlane> {
         self.coded.iter().collect()
+    }
+
+    /// The same for products with these weights: int8 in no other group sizes than theirs. What nobody reads is not made, and
+    /// a kernel that makes one int8 plane makes it beside what else it does.
+    pub(super) fn for_weights(&self, encodings: &[Encoding]) -> Self {
+        let is_read = |plane: &&CodedPlane| {
+            encodings.iter().filter_map(|encoding| encoding.tiles()).any(|tiles| tiles.group() == plane.group)
+        };
+        Self { float: self.float.clone(), coded: self.coded.iter().filter(is_read).cloned().collect() }
     }
 }
 
@@ -125,6 +135,8 @@ pub(super) enum Mixer {
     Heads { rope: RopeAppend, attention: Box<Attention> },
     /// Attention over a latent.
     Latent(Box<Latent>),
+    /// A gated delta net over the states of the sequences.
+    Delta(Box<DeltaNet>),
 }
 
 /// A layer, ready to be recorded.

@@ -6,12 +6,12 @@ use smoe_gpu::{AttentionScratch, DeviceFacts, KvFormat};
 use smoe_kernels::KvType;
 use smoe_store::PAGE;
 
-use super::latent;
+use super::{delta, latent};
 use crate::EngineError;
 use crate::backend::HEAD_ROWS;
 use crate::device::{DevicePlan, ExpertPath};
-use crate::kv::{BLOCK, KvCache};
-use crate::plan::Plan;
+use crate::kv::{self, BLOCK, KvCache};
+use crate::plan::{Plan, SNAPSHOT_SHARE};
 
 /// Of a card's memory, the part that is the driver's, the desktop's and fragmentation's.
 const DRIVER_SHARE: u64 = 16;
@@ -51,7 +51,10 @@ impl DevicePlan {
         let kv_bytes = KvCache::windowed_bytes(spec, plan.kv, plan.kv_positions, plan.window_blocks);
         let plane_bytes = plane_bytes(spec, plan);
         let backbone_bytes = plan.backbone_bytes + bias_bytes(spec);
-        let fixed = backbone_bytes + kv_bytes + plane_bytes;
+        let most = facts.max_binding.min(facts.max_buffer);
+        let snapshots = snapshots(spec, plan, budget_bytes, most);
+        let state_bytes = kv::state_bytes(spec) * (2 * plan.sessions + snapshots) as u64;
+        let fixed = backbone_bytes + kv_bytes + state_bytes + plane_bytes;
         let in_place = path == ExpertPath::InPlace;
         let least = |t: &LayerTable| (spec.moe.top_k.min(t.n_experts as usize) * t.record_len) as u64;
         let floor: u64 = if in_place { 0 } else { tables.iter().map(least).sum() };
@@ -71,7 +74,6 @@ impl DevicePlan {
             });
         }
         let each = (budget_bytes - fixed) / tables.len().max(1) as u64;
-        let most = facts.max_binding.min(facts.max_buffer);
         let a = &spec.attention;
         let sums = AttentionScratch::least_bytes(a.n_heads, a.mixed_dim(), plan.context);
         if sums > most {
@@ -92,6 +94,8 @@ impl DevicePlan {
                 budget_bytes,
                 backbone_bytes,
                 kv_bytes,
+                state_bytes,
+                snapshots,
                 plane_bytes,
                 path,
                 slots: slots.collect(),
@@ -119,6 +123,8 @@ impl DevicePlan {
             budget_bytes,
             backbone_bytes,
             kv_bytes,
+            state_bytes,
+            snapshots,
             plane_bytes,
             path,
             expert_bytes: pairs.map(|(slots, table)| (slots * table.record_len) as u64).sum(),
@@ -133,10 +139,8 @@ pub(crate) fn unsupported(spec: &ModelSpec, exact: bool, tables: &[LayerTable]) 
     let a = &spec.attention;
     let heads_fit = a.head_dim.is_multiple_of(4) && a.head_dim <= 256 && a.n_heads / a.n_kv_heads <= 16;
     let heads_fit = a.latent.as_ref().map_or(heads_fit, |latent| latent::is_able(spec, latent) && !a.sinks);
-    if spec.delta.is_some() {
-        Some("linear attention")
-    } else if a.gate {
-        Some("attention with a gate")
+    if delta::layout(spec).is_some_and(|layout| !layout.is_able()) {
+        Some("linear attention of this shape")
     } else if !heads_fit {
         Some("attention heads of this shape")
     } else if spec.moe.n_experts > 1024 || spec.moe.top_k > 32 {
@@ -148,11 +152,24 @@ pub(crate) fn unsupported(spec: &ModelSpec, exact: bool, tables: &[LayerTable]) 
     }
 }
 
+/// Snapshots of states: as many as the plan has, of a card's memory no more than their part of it, and of a layer's states no more than
+/// the device binds; one a session at least, if that can be.
+fn snapshots(spec: &ModelSpec, plan: &Plan, budget_bytes: u64, most: u64) -> usize {
+    let state = kv::state_bytes(spec);
+    let Some(of_share) = (budget_bytes / SNAPSHOT_SHARE).checked_div(state) else { return 0 };
+    let of_layer = most / (state / spec.delta_layers().count().max(1) as u64);
+    (of_share as usize)
+        .max(plan.sessions)
+        .min(plan.snapshots)
+        .min((of_layer as usize).saturating_sub(2 * plan.sessions))
+}
+
 /// The longest step whose planes a device can bind.
 pub(crate) fn max_chunk(facts: &DeviceFacts, spec: &ModelSpec) -> usize {
     let Widths { projected, queries, outputs } = Widths::of(spec);
     let pairs = spec.moe.top_k * spec.d_model.max(spec.moe.d_expert);
-    let row = 4 * pairs.max(projected).max(queries).max(outputs);
+    let mixed = delta::layout(spec).map_or(0, |layout| layout.mixed());
+    let row = 4 * pairs.max(projected).max(queries).max(outputs).max(mixed);
     (facts.max_binding.min(facts.max_buffer) as usize / row.max(1)).max(1)
 }
 
@@ -195,8 +212,9 @@ impl Widths {
         let projected = match a.latent {
             Some(latent) if latent.q_rank > 0 => latent.q_rank + a.key_dim(),
             Some(_) => heads + a.key_dim(),
-            None => heads + 2 * a.n_kv_heads * a.head_dim,
+            None => heads + 2 * a.n_kv_heads * a.head_dim + if a.gate { heads } else { 0 },
         };
+        let projected = projected.max(delta::projected(spec));
         Self { projected, queries: a.n_heads * a.key_dim(), outputs: a.n_heads * a.value_dim() }
     }
 }
@@ -206,7 +224,7 @@ fn plane_bytes(spec: &ModelSpec, plan: &Plan) -> u64 {
     let (t, d) = (plan.chunk as u64, spec.d_model as u64);
     let a = &spec.attention;
     let Widths { projected, queries, .. } = Widths::of(spec);
-    let attention = (projected + queries + latent::plane_floats(spec)) as u64;
+    let attention = (projected + queries + latent::plane_floats(spec) + delta::plane_floats(spec)) as u64;
     let pairs = t * spec.moe.top_k as u64;
     let width = spec
         .layers

@@ -1,5 +1,7 @@
 //! The backbone in device memory.
 
+use std::time::{Duration, Instant};
+
 use smoe_format::Encoding;
 use smoe_format::expert_file::TensorEntry;
 use smoe_format::tile::ROWS;
@@ -29,11 +31,13 @@ pub(super) struct DeviceMatrix {
 pub(super) struct Uploader<'a> {
     pub(super) gpu: &'a Gpu,
     pub(super) arena: Arena,
+    /// What handing over has taken.
+    pub(super) spent: Duration,
 }
 
 impl<'a> Uploader<'a> {
     pub(super) fn new(gpu: &'a Gpu) -> Self {
-        Self { gpu, arena: Arena::new("the backbone", SEGMENT) }
+        Self { gpu, arena: Arena::new("the backbone", SEGMENT), spent: Duration::ZERO }
     }
 
     /// One matrix, in as many parts as bindings demand.
@@ -112,7 +116,8 @@ impl<'a> Uploader<'a> {
         self.vector(&values)
     }
 
-    fn write(&self, slice: &Slice, at: u64, bytes: &[u8]) {
+    fn write(&mut self, slice: &Slice, at: u64, bytes: &[u8]) {
+        let start = Instant::now();
         let mut at = at;
         for piece in bytes.chunks(PIECE) {
             if piece.len().is_multiple_of(4) {
@@ -126,6 +131,7 @@ impl<'a> Uploader<'a> {
             // What was handed over is copied by the driver; a step in between bounds how much waits.
             let _ = self.gpu.step().submit();
         }
+        self.spent += start.elapsed();
     }
 }
 
