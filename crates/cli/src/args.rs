@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use clap::builder::TypedValueParser as _;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use smoe_engine::plan::{PlanRequest, RingSize};
-use smoe_engine::{DeviceChoice, EngineOptions, KvType, Sampling};
+use smoe_engine::{DeviceChoice, EngineOptions, ExpertPath, KvType, Sampling};
 use smoe_text::GenerationDefaults;
 
 pub use values::AutoNumber;
@@ -119,6 +119,10 @@ pub struct MachineArgs {
     /// The most experts of a layer in the GPU's memory [default: as many as fit]
     #[arg(long, value_name = "N")]
     pub device_experts: Option<usize>,
+    /// How experts come to the GPU: staging (copied by the processor), import (copied by the GPU from the ring), in-place
+    /// (read where the ring has them), or auto: in-place if it shares the processor's memory, else import
+    #[arg(long, value_name = "WAY", default_value = "auto")]
+    pub device_path: ExpertPath,
 }
 
 impl MachineArgs {
@@ -148,6 +152,7 @@ impl MachineArgs {
             device: self.device.clone(),
             vram: self.vram,
             device_slots: self.device_experts,
+            device_path: self.device_path,
             ..EngineOptions::default()
         }
     }
@@ -294,7 +299,7 @@ pub struct ChatArgs {
         value_name = "URL",
         conflicts_with_all = ["vault", "panel", "instrument", "report", "memory", "ring", "context", "threads",
             "chunk", "kv", "readers", "look_ahead", "spec", "exact", "no_checksums", "device", "vram",
-            "device_experts"]
+            "device_experts", "device_path"]
     )]
     pub connect: Option<String>,
     /// With --connect, which of the server's models [default: the one that is loaded, or its first]

@@ -13,7 +13,7 @@ mod table;
 use std::time::{Duration, Instant};
 
 use serde_json::{Map, Value, json};
-use smoe_engine::{Engine, Meters, Synced};
+use smoe_engine::{Engine, ExpertPath, Meters, Synced};
 use smoe_meter::{Phase, PhaseSnapshot, RouteSnapshot, StoreSnapshot};
 
 use crate::answer::Answer;
@@ -124,6 +124,7 @@ impl Instrument {
             ring_slots: engine.ring_limit(),
             n_experts: plan.n_experts,
             slot_bytes: plan.slot_bytes,
+            device_path: engine.device_tier().map(|tier| tier.plan.path),
         }
     }
 }
@@ -145,6 +146,8 @@ pub struct Reading {
     pub n_experts: usize,
     /// Bytes of a slot.
     pub slot_bytes: u64,
+    /// How experts come to a device, if there is one.
+    pub device_path: Option<ExpertPath>,
 }
 
 impl Reading {
@@ -168,6 +171,7 @@ impl Reading {
         });
         if let Value::Object(json) = &mut json {
             json.extend(steps_json(decode, &self.routes, "token"));
+            json.extend(self.device_path.map(|path| ("device_path".to_owned(), json!(path.name()))));
         }
         json
     }

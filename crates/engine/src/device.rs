@@ -1,4 +1,50 @@
-//! What lies in a device's memory.
+//! What lies in a device's memory, and how experts come there.
+
+use std::fmt;
+use std::str::FromStr;
+
+/// How experts come from the ring to a device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ExpertPath {
+    /// As suits the device: read where the ring has them if it shares the processor's memory, copied by itself if not.
+    #[default]
+    Auto,
+    /// Copied by the processor to where the driver fetches them.
+    Staging,
+    /// Copied by the device from the ring, whose memory is lent to it.
+    Import,
+    /// Not at all: kernels read them where the ring has them.
+    InPlace,
+}
+
+impl ExpertPath {
+    /// Its name.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Staging => "staging",
+            Self::Import => "import",
+            Self::InPlace => "in-place",
+        }
+    }
+}
+
+impl fmt::Display for ExpertPath {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for ExpertPath {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let all = [Self::Auto, Self::Staging, Self::Import, Self::InPlace];
+        let found = all.into_iter().find(|path| path.name() == text);
+        found.ok_or_else(|| format!("must be {}", all.map(Self::name).join(", ")))
+    }
+}
 
 /// Bytes and slots on a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -17,9 +63,11 @@ pub struct DevicePlan {
     pub snapshots: usize,
     /// Planes of a step.
     pub plane_bytes: u64,
-    /// Slots for experts, by MoE layer.
+    /// How experts come to them: never [`ExpertPath::Auto`].
+    pub path: ExpertPath,
+    /// Slots for experts, by MoE layer; in place those of the ring, if it has room for every expert, or none.
     pub slots: Vec<usize>,
-    /// Bytes of these slots.
+    /// Bytes of these slots that are the device's.
     pub expert_bytes: u64,
     /// Experts of the model.
     pub n_experts: usize,

@@ -25,7 +25,7 @@ use smoe_kernels::{
 use smoe_store::AlignedBuf;
 
 use crate::ceiling;
-use crate::device::DevicePlan;
+use crate::device::{DevicePlan, ExpertPath};
 use crate::kv;
 use crate::vault::Vault;
 
@@ -98,10 +98,27 @@ pub struct DeviceRates {
     pub dispatches: u32,
     /// What a layer takes more that is handed over by itself and waited for, seconds.
     pub wait_s: f64,
-    /// Experts brought there, bytes per second.
+    /// Experts brought there, bytes per second, in the way that is used; infinite if they need not be.
     pub upload_bytes_per_s: f64,
     /// The processor computes what is missing.
     pub computes_here: bool,
+    /// Experts brought there, by every way.
+    pub uploads: UploadRates,
+}
+
+/// Experts brought to a device, a token's misses of a layer at a time, bytes per second; none if it was not measured.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct UploadRates {
+    /// Copied by the processor to where the driver fetches them.
+    pub staging: Option<f64>,
+    /// Copied by the device from memory that is lent to it.
+    pub import: Option<f64>,
+    /// The same by a kernel that reads there and writes into the device's memory.
+    pub kernel: Option<f64>,
+    /// As `import`, of as many experts at once as a prompt lacks of a layer.
+    pub import_many: Option<f64>,
+    /// As `staging`, of as many.
+    pub staging_many: Option<f64>,
 }
 
 /// What decoding will do.
@@ -377,6 +394,10 @@ pub fn forecast(
 
 /// The share of the experts asked for that a device holds.
 fn hit_rate(plan: &DevicePlan, layers: usize, top_k: usize) -> f64 {
+    // Those that the ring has are found layer by layer.
+    if plan.path == ExpertPath::InPlace && !plan.holds_all() {
+        return 0.0;
+    }
     expected_hits(plan.slots.iter().sum(), plan.n_experts, layers, top_k)
 }
 
@@ -450,6 +471,7 @@ mod tests {
             state_bytes: 0,
             snapshots: 0,
             plane_bytes: 0,
+            path: ExpertPath::Staging,
             slots: vec![slots; 48],
             expert_bytes: 0,
             n_experts: 48 * 128,
@@ -461,6 +483,7 @@ mod tests {
             wait_s: 220e-6,
             upload_bytes_per_s: 20e9,
             computes_here: true,
+            uploads: UploadRates::default(),
         };
         (spec, touched, plan, rates)
     }

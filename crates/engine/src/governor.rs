@@ -5,6 +5,10 @@
 //! still for want of memory (PSI). Overshooting costs a factor (EXP-MEMORY-02), a smaller ring some percent.
 //! macOS tells the first, and instead of the last whether it asks programs to give memory back.
 //!
+//! A ring that is lent to a device has its pages pinned: a device that copies from it is told to do without, and the
+//! processor copies from then on (`Backend::give_ring_back`); one whose kernels read it in place cannot, and its ring
+//! keeps its size whatever the signs say.
+//!
 //! Looking costs a few reads of `/proc` into buffers on the stack, some times a second: nothing is allocated.
 
 use std::fs::File;

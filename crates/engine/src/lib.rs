@@ -36,7 +36,7 @@ pub use backend::{
     DeviceChoice, DeviceOpening, DeviceTier, ExpertObserver, ExpertSeen, KernelCost, KernelTimes,
     SharedObserver, TokenCosts,
 };
-pub use device::DevicePlan;
+pub use device::{DevicePlan, ExpertPath};
 pub use engine::{
     Control, Engine, EngineInfo, EngineOptions, Finish, Limits, LookAheadReport, Meters, Observer, OpenTimes,
     POLICY, is_finite, kernels, plan as plan_vault, plan_with_device,

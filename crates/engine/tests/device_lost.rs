@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use common::{bits, open, options, write_tiny};
 use smoe_engine::plan::RingSize;
-use smoe_engine::{Control, DeviceChoice, Engine, EngineError, EngineOptions, Session, Vault};
+use smoe_engine::{Control, DeviceChoice, Engine, EngineError, EngineOptions, ExpertPath, Session, Vault};
 use smoe_gpu::{Fault, Gpu, KV_BLOCK, Software};
 use smoe_testkit::TinyModel;
 
@@ -186,6 +186,8 @@ fn a_device_that_is_lost_while_experts_are_loaded_is_left() {
     let Some(_gpu) = device() else { return };
     let dir = tempfile::tempdir().unwrap();
     let (vault, options, prompt, expected) = subject(dir.path(), 52);
+    // Where they are copied there; what is read in place is loaded into the ring alone.
+    let options = EngineOptions { device_path: ExpertPath::Import, ..options };
     let mut calls = 0;
     open(&vault, &options).preload(&mut |_, _| calls += 1).unwrap();
     assert!(calls > 2);
@@ -208,6 +210,34 @@ fn a_device_that_is_lost_while_experts_are_loaded_is_left() {
         assert!(warning.to_string().contains("pulled out"), "{warning}");
         let info = engine.info();
         assert!(info.tier.is_none() && info.device_note.unwrap().contains("on the processor"));
+    }
+}
+
+/// By whatever way experts came to it, and if the ring has not a slot more than it holds.
+#[test]
+fn a_device_that_is_lost_leaves_the_ring_to_the_processor() {
+    let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+    let Some(_gpu) = device() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let (vault, options, prompt, expected) = subject(dir.path(), 55);
+    let (top_k, all) = (vault.spec.moe.top_k, vault.experts.records.len());
+    for path in [ExpertPath::Staging, ExpertPath::Import, ExpertPath::InPlace] {
+        for ring in [top_k, all] {
+            let mut options = EngineOptions { device_path: path, ..options.clone() };
+            options.plan.ring = RingSize::Slots(ring);
+            options.device_slots = (path != ExpertPath::InPlace).then_some(top_k);
+            let mut engine = open(&vault, &options);
+            if ring == all {
+                engine.preload(&mut |_, _| {}).unwrap();
+            }
+            let mut session = engine.open_session().unwrap();
+            engine.sync(&mut session, &prompt[..prompt.len() - 1], &mut Control::default()).unwrap();
+            assert!(engine.info().tier.is_some());
+            device().unwrap().lose("pulled out");
+            let last = prompt[prompt.len() - 1];
+            assert_eq!(decode(&mut engine, &mut session, last), expected, "{path}, a ring of {ring}");
+            assert!(engine.info().tier.is_none() && engine.take_warning().is_some());
+        }
     }
 }
 

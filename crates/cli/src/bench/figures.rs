@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use serde_json::{Map, Value, json};
 use smoe_engine::ceiling::{self, DiskCeiling};
-use smoe_engine::forecast::{Forecast, Touched};
+use smoe_engine::forecast::{Forecast, Touched, UploadRates};
 use smoe_engine::{
     DeviceOpening, DirectIo, Engine, KernelCost, LookAheadReport, OpenMode, OpenTimes, TokenCosts, Vault,
 };
@@ -167,6 +167,10 @@ pub fn set_up(vault: &Vault, bench: &Bench, facts: &Facts) -> Record {
     record.set("chunk", plan.chunk);
     if let Some(tier) = &info.tier {
         record.set("device", tier.plan.device.clone());
+        record.set("device_path", tier.plan.path.name());
+        if let Some(note) = &tier.path_note {
+            record.set("device_path_note", note.clone());
+        }
         record.set("device_plan_bytes", tier.plan.total_bytes());
         record.set("device_experts", tier.plan.slots.iter().sum::<usize>());
         let share = tier.plan.slots.iter().sum::<usize>() as f64 / plan.n_experts.max(1) as f64;
@@ -182,7 +186,20 @@ pub fn set_up(vault: &Vault, bench: &Bench, facts: &Facts) -> Record {
             record.set("device_token_ms", rounded(device.rates.token_s * 1e3));
             record.set("device_first_token_ms", rounded(device.rates.first_s * 1e3));
             record.set("device_wait_us", rounded(device.rates.wait_s * 1e6));
-            record.set("device_upload_gb_s", rounded(device.rates.upload_bytes_per_s / 1e9));
+            let UploadRates { staging, import, kernel, import_many, staging_many } = device.rates.uploads;
+            let ways = [
+                ("device_upload_gb_s", Some(device.rates.upload_bytes_per_s)),
+                ("device_upload_staging_gb_s", staging),
+                ("device_upload_staging_many_gb_s", staging_many),
+                ("device_upload_import_gb_s", import),
+                ("device_upload_import_many_gb_s", import_many),
+                ("device_upload_kernel_gb_s", kernel),
+            ];
+            for (name, rate) in ways {
+                if let Some(rate) = rate.filter(|rate| rate.is_finite()) {
+                    record.set(name, rounded(rate / 1e9));
+                }
+            }
         }
     }
     if let Some(costs) = &facts.costs {

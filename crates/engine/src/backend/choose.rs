@@ -6,6 +6,9 @@ use smoe_format::expert_file::LayerTable;
 #[cfg(feature = "gpu")]
 use smoe_gpu::GpuError;
 use smoe_kernels::Kernels;
+#[cfg(feature = "gpu")]
+use smoe_store::ArenaMemory;
+use smoe_store::Store;
 
 use crate::backend::Backend;
 use crate::backend::cpu::CpuBackend;
@@ -13,6 +16,8 @@ use crate::backend::cpu::CpuBackend;
 use crate::backend::cuda;
 #[cfg(feature = "gpu")]
 use crate::backend::gpu;
+#[cfg(feature = "gpu")]
+use crate::device::ExpertPath;
 #[cfg(feature = "gpu")]
 use crate::forecast::{Touched, WeightsRate, forecast};
 #[cfg(feature = "gpu")]
@@ -153,8 +158,7 @@ impl Chosen {
             };
             if let Some(device) = &self.gpu {
                 let most = gpu::max_chunk(device.facts(), &vault.spec);
-                let held =
-                    |plan: &Plan| self.held(vault, plan, options.vram, options.device_slots).ok().flatten();
+                let held = |plan: &Plan| self.held(vault, plan, options).ok().flatten();
                 let short = up_to(DEVICE_CHUNK, most)?;
                 // What has no room at all is refused where it is claimed.
                 if request.chunk.is_some() || held(&short).is_none_or(|held| held.holds_all()) {
@@ -187,17 +191,19 @@ impl Chosen {
         &self,
         vault: &Vault,
         plan: &Plan,
-        vram: Option<u64>,
-        slots: Option<usize>,
+        options: &EngineOptions,
     ) -> Result<Option<crate::DevicePlan>, EngineError> {
         let (spec, tables): (_, &[LayerTable]) = (&vault.spec, &vault.experts.layers);
+        let (vram, slots) = (options.vram, options.device_slots);
         #[cfg(feature = "cuda")]
         if let Some(card) = &self.cuda {
-            return crate::DevicePlan::new(&cuda::facts(card), spec, tables, plan, vram, slots).map(Some);
+            let (facts, path) = (cuda::facts(card), ExpertPath::Staging);
+            return crate::DevicePlan::new(&facts, spec, tables, plan, vram, slots, path).map(Some);
         }
         #[cfg(feature = "gpu")]
         if let Some(device) = &self.gpu {
-            return crate::DevicePlan::new(device.facts(), spec, tables, plan, vram, slots).map(Some);
+            let path = path(device, options).0;
+            return crate::DevicePlan::new(device.facts(), spec, tables, plan, vram, slots, path).map(Some);
         }
         let _ = (spec, tables, plan, vram, slots);
         Ok(None)
@@ -210,31 +216,36 @@ impl Chosen {
     /// If the device is too small, or refuses something.
     pub(crate) fn backend(
         &mut self,
-        choice: &DeviceChoice,
         vault: &Vault,
+        options: &EngineOptions,
         weights: Weights,
         plan: &Plan,
         kernels: Kernels,
-        exact: bool,
-        vram: Option<u64>,
-        slots: Option<usize>,
+        store: &mut Store,
     ) -> Result<Box<dyn Backend>, EngineError> {
         let (spec, tables): (_, &[LayerTable]) = (&vault.spec, &vault.experts.layers);
+        let exact = options.exact;
         #[cfg(feature = "cuda")]
         if let Some(card) = self.cuda.take() {
             let facts = cuda::facts(&card);
-            let held = crate::DevicePlan::new(&facts, spec, tables, plan, vram, slots)?;
+            let (vram, slots, path) = (options.vram, options.device_slots, ExpertPath::Staging);
+            let held = crate::DevicePlan::new(&facts, spec, tables, plan, vram, slots, path)?;
             let backend = cuda::CudaBackend::new(card, spec, &weights, tables, plan, held)?;
             return Ok(Box::new(backend));
         }
         #[cfg(feature = "gpu")]
         if let Some(device) = self.gpu.take() {
-            let made = on_device(&device, vault, &weights, plan, kernels, exact, vram, slots);
-            let worth = |(mut backend, note): (gpu::GpuBackend, _)| match choice {
-                DeviceChoice::Auto => {
-                    gains(&mut backend, vault, plan, kernels).map(|why| (backend, note, why))
-                }
-                _ => Ok((backend, note, None)),
+            let choice = &options.device;
+            // The ring, which is not touched yet, has the room for it.
+            let rate = (*choice == DeviceChoice::Auto).then(|| {
+                let mut weights = WeightsRate::new(vault, kernels, plan.threads, plan.ring_bytes());
+                (0..2).for_each(|_| weights.iter_mut().for_each(WeightsRate::time));
+                weights.map_or(f64::NAN, |weights| weights.median())
+            });
+            let made = on_device(&device, vault, options, &weights, plan, kernels, store);
+            let worth = |(mut backend, note): (gpu::GpuBackend, _)| match rate {
+                Some(rate) => gains(&mut backend, vault, rate).map(|why| (backend, note, why)),
+                None => Ok((backend, note, None)),
             };
             match made.and_then(worth) {
                 Ok((backend, note, None)) => {
@@ -249,7 +260,7 @@ impl Chosen {
                 Err(error) => return Err(error),
             }
         }
-        let _ = (choice, vram, slots);
+        let _ = (options, store);
         Ok(Box::new(CpuBackend::new(spec.clone(), weights, tables, plan, kernels, exact)))
     }
 }
@@ -265,52 +276,89 @@ fn has_failed(device: &smoe_gpu::Gpu, error: &EngineError) -> bool {
 fn on_device(
     device: &std::sync::Arc<smoe_gpu::Gpu>,
     vault: &Vault,
+    options: &EngineOptions,
     weights: &Weights,
     plan: &Plan,
     kernels: Kernels,
-    exact: bool,
-    vram: Option<u64>,
-    slots: Option<usize>,
+    store: &mut Store,
 ) -> Result<(gpu::GpuBackend, Option<String>), EngineError> {
     let (spec, tables) = (&vault.spec, &vault.experts.layers);
-    let (mut limit, mut refused) = (vram, None);
+    let (mut limit, slots, mut refused) = (options.vram, options.device_slots, None);
+    let (mut path, mut path_note) = path(device, options);
+    let mut ring: Option<gpu::Ring> = None;
     loop {
-        let held = match crate::DevicePlan::new(device.facts(), spec, tables, plan, limit, slots) {
+        let held = match crate::DevicePlan::new(device.facts(), spec, tables, plan, limit, slots, path) {
             Ok(held) => held,
             // What was refused tells more than that less would not do.
             Err(error) => return Err(refused.map_or(error, EngineError::Gpu)),
         };
+        // Each expert comes once where all have room.
+        let lends = path == ExpertPath::InPlace
+            || path == ExpertPath::Import && (options.device_path == path || !held.holds_all());
+        if lends && ring.is_none() {
+            // Its pages become memory now: many threads are quicker than the driver at that.
+            store.with_memory(|memory| match memory {
+                ArenaMemory::Empty(bytes) => crate::ceiling::touch(bytes, plan.threads),
+                ArenaMemory::Full(_) => {}
+            });
+            match gpu::Ring::new(device, store.lend(), tables) {
+                Ok(lent) => ring = Some(lent),
+                Err(error) => {
+                    (path, path_note) = (ExpertPath::Staging, Some(error.to_string()));
+                    continue;
+                }
+            }
+        }
+        let held = if lends { held } else { crate::DevicePlan { path: ExpertPath::Staging, ..held } };
+        let can_shrink = held.expert_bytes > 0 || refused.is_none();
         // By at least one of each layer's experts less than was planned, until a token's are left.
         limit = Some(held.total_bytes() - held.expert_bytes.div_ceil(LESS));
         let (n, of) = (held.slots.iter().sum::<usize>(), held.n_experts);
-        match gpu::GpuBackend::new(device.clone(), spec, weights, tables, plan, held, kernels, exact) {
-            Err(EngineError::Gpu(error @ GpuError::OutOfMemory { .. })) => refused = Some(error),
+        let lent = ring.clone().filter(|_| lends);
+        let exact = options.exact;
+        match gpu::GpuBackend::new(device.clone(), spec, weights, tables, plan, held, kernels, lent, exact) {
+            Err(EngineError::Gpu(error @ GpuError::OutOfMemory { .. })) if can_shrink => {
+                refused = Some(error)
+            }
             made => {
                 let note = refused.map(|why| format!("{why}: {n} of {of} experts are kept there"));
-                return Ok((made?, note));
+                let mut backend = made?;
+                backend.path_note = path_note;
+                return Ok((backend, note));
             }
         }
     }
+}
+
+/// How experts come to a device, and why not better if so.
+#[cfg(feature = "gpu")]
+fn path(device: &smoe_gpu::Gpu, options: &EngineOptions) -> (ExpertPath, Option<String>) {
+    use smoe_gpu::DeviceKind;
+
+    if options.device_path == ExpertPath::Staging {
+        return (ExpertPath::Staging, None);
+    }
+    if let Err(why) = device.can_import() {
+        return (ExpertPath::Staging, Some(why));
+    }
+    let shares = matches!(device.facts().kind, DeviceKind::Integrated | DeviceKind::Software);
+    let path = match options.device_path {
+        // Who says how many experts a device is to hold wants it to hold them.
+        ExpertPath::Auto if shares && options.device_slots.is_none() => ExpertPath::InPlace,
+        ExpertPath::Auto => ExpertPath::Import,
+        path => path,
+    };
+    (path, None)
 }
 
 /// By this part of them fewer experts are asked for where a device had no room.
 #[cfg(feature = "gpu")]
 const LESS: u64 = 8;
 
-/// Why a device is not worth while; none if it is, or cannot be measured.
+/// Why a device is not worth while, the processor going through weights at this `rate`; none if it is, or cannot be measured.
 #[cfg(feature = "gpu")]
-fn gains(
-    backend: &mut gpu::GpuBackend,
-    vault: &Vault,
-    plan: &Plan,
-    kernels: Kernels,
-) -> Result<Option<String>, EngineError> {
-    // The ring, which is not touched yet, has that room.
-    let mut weights = WeightsRate::new(vault, kernels, plan.threads, plan.ring_bytes());
-    weights.iter_mut().for_each(WeightsRate::time);
+fn gains(backend: &mut gpu::GpuBackend, vault: &Vault, rate: f64) -> Result<Option<String>, EngineError> {
     let (Some(rates), Some(tier)) = (backend.measure()?, backend.tier()) else { return Ok(None) };
-    weights.iter_mut().for_each(WeightsRate::time);
-    let rate = weights.map_or(f64::NAN, |weights| weights.median());
     let touched = Touched::of(vault);
     let forecast = forecast(&vault.spec, &touched, rate, Some((&tier.plan, rates)));
     Ok(forecast.device.filter(|device| device.tok_s <= forecast.cpu_tok_s).map(|device| {

@@ -400,7 +400,7 @@ impl Backend for CudaBackend {
     }
 
     fn tier(&self) -> Option<DeviceTier> {
-        Some(DeviceTier { plan: self.plan.clone(), meter: self.meter.clone() })
+        Some(DeviceTier { plan: self.plan.clone(), path_note: None, meter: self.meter.clone() })
     }
 }
 

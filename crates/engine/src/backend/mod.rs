@@ -54,8 +54,10 @@ pub const HEAD_ROWS: usize = 8;
 /// Experts in the memory of a device.
 #[derive(Clone, Debug)]
 pub struct DeviceTier {
-    /// What the device holds.
+    /// What the device holds, and how experts come there.
     pub plan: DevicePlan,
+    /// Why they come in no better way.
+    pub path_note: Option<String>,
     /// What is counted there.
     pub meter: Arc<TierMeter>,
 }
@@ -242,6 +244,12 @@ pub trait Backend: Send {
     /// Waits until a lease that this backend still holds is given back: called when the store needs a slot
     /// and has none. False if none is held.
     fn reclaim(&mut self) -> Result<bool, EngineError>;
+
+    /// Gives up what it was lent of the ring's memory, so that its pages may go back to the system; false if it cannot do
+    /// without.
+    fn give_ring_back(&mut self) -> Result<bool, EngineError> {
+        Ok(true)
+    }
 
     /// Adds each token's expert outputs, weighted, in ascending expert id whatever order they came in, and
     /// the shared expert's.

@@ -134,20 +134,11 @@ impl Engine {
         let weights = Weights::load(vault, &backbone, READERS)?;
         let store_meter = Arc::new(StoreMeter::default());
         let direct_io = disk.direct().clone();
-        let store = open_store(vault, disk, &plan, kernels, options, store_meter.clone())?;
+        let mut store = open_store(vault, disk, &plan, kernels, options, store_meter.clone())?;
         let spec = vault.spec.clone();
         let corrections = weights.corrections();
         let read = began.elapsed() - device;
-        let backend = chosen.backend(
-            &options.device,
-            vault,
-            weights,
-            &plan,
-            kernels,
-            options.exact,
-            options.vram,
-            options.device_slots,
-        )?;
+        let backend = chosen.backend(vault, options, weights, &plan, kernels, &mut store)?;
         let open_times = OpenTimes {
             device,
             read,
@@ -353,7 +344,13 @@ impl Engine {
                 }
                 done += n;
                 self.backend.bring(layer, &mut self.leases)?;
-                progress(plan.expert_bytes * done as u64 / plan.n_experts.max(1) as u64, plan.expert_bytes);
+                // None are copied where the device reads the ring.
+                if plan.expert_bytes > 0 {
+                    progress(
+                        plan.expert_bytes * done as u64 / plan.n_experts.max(1) as u64,
+                        plan.expert_bytes,
+                    );
+                }
             }
         }
         Ok(())
@@ -362,8 +359,8 @@ impl Engine {
     /// Empties the ring and a device's tier: what a bench calls cold. Nothing if one of them holds every expert.
     pub fn forget_experts(&mut self) {
         if !self.plan.holds_all() && !self.all_on_device {
-            self.store.forget();
             self.backend.forget_experts(0..self.spec.n_layers());
+            self.store.forget();
         }
         self.watch.begin_step(&[]);
     }
@@ -418,7 +415,7 @@ impl Engine {
     /// Does what the governor does.
     #[cfg(test)]
     pub(crate) fn set_ring_limit(&mut self, slots: usize) {
-        self.store.set_limit(slots);
+        self.resize_ring(slots).unwrap();
     }
 
     /// Times a device's kernels from now on, or no longer: gives what was timed so far.

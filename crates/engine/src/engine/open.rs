@@ -71,7 +71,7 @@ pub fn plan_with_device(
 ) -> Result<(Plan, Option<DevicePlan>), EngineError> {
     let chosen = Chosen::open(&options.device, vault, options.exact)?;
     let plan = chosen.plan(vault, options, &|request| plan(vault, request, facts))?;
-    let held = chosen.held(vault, &plan, options.vram, options.device_slots)?;
+    let held = chosen.held(vault, &plan, options)?;
     Ok((plan, held))
 }
 

@@ -10,6 +10,7 @@ use smoe_store::{DirectIo, OpenMode};
 
 use crate::EngineError;
 use crate::backend::{DeviceChoice, DeviceOpening, DeviceTier};
+use crate::device::ExpertPath;
 use crate::plan::{Plan, PlanRequest};
 
 /// How to open a vault.
@@ -40,6 +41,8 @@ pub struct EngineOptions {
     pub vram: Option<u64>,
     /// Most experts of a layer in a device's memory; `None` is as many as fit.
     pub device_slots: Option<usize>,
+    /// How experts come to a device.
+    pub device_path: ExpertPath,
 }
 
 impl Default for EngineOptions {
@@ -56,6 +59,7 @@ impl Default for EngineOptions {
             device: DeviceChoice::Cpu,
             vram: None,
             device_slots: None,
+            device_path: ExpertPath::Auto,
         }
     }
 }

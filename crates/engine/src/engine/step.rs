@@ -136,7 +136,7 @@ impl Engine {
         while layer < self.spec.n_layers() {
             control.check()?;
             if let Some(slots) = self.governor.advise(self.store.limit()) {
-                self.store.set_limit(slots);
+                self.resize_ring(slots)?;
             }
             if self.on_device && observer.is_none() {
                 let next = self.advance(layer, &mut moe_index)?;
@@ -182,6 +182,15 @@ impl Engine {
         self.clock.switch(Phase::Other);
         if n_tokens == 1 && self.spec_width > 0 {
             self.speculate();
+        }
+        Ok(())
+    }
+
+    /// Gives the ring so many slots from now on, unless a device reads it in place: then its pages are not to be had, and
+    /// fewer slots would free nothing.
+    pub(super) fn resize_ring(&mut self, slots: usize) -> Result<(), EngineError> {
+        if slots >= self.store.limit() || self.backend.give_ring_back()? {
+            self.store.set_limit(slots);
         }
         Ok(())
     }

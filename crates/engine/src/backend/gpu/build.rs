@@ -19,6 +19,7 @@ use super::delta::{DeltaPlanes, Nets};
 use super::flow::{Flow, HALT_BYTES};
 use super::host::HostExperts;
 use super::latent::LatentPlanes;
+use super::lent::{Flights, Ring};
 use super::ops::{Ends, Input, Layer, LayerOps, Lone, Mixer, Moe, Product, Routed, RowBuffer};
 use super::plan::{ATTENTION_SCRATCH, Widths, kv_format, layer_block_bytes};
 use super::recorder::Recorder;
@@ -27,7 +28,7 @@ use super::weights::{DeviceMatrix, Uploader, stackable};
 use super::{GpuBackend, LISTS, Pending};
 use crate::EngineError;
 use crate::backend::{DeviceOpening, HEAD_ROWS, cpu};
-use crate::device::DevicePlan;
+use crate::device::{DevicePlan, ExpertPath};
 use crate::engine::POLICY;
 use crate::kv::BLOCK;
 use crate::plan::Plan;
@@ -71,6 +72,19 @@ pub(super) struct Planes {
     seen: Slice,
 }
 
+/// The experts of a layer, for binding.
+struct TierOf<'a> {
+    /// Its number among the MoE layers.
+    index: usize,
+    table: &'a LayerTable,
+    /// Slots that the device finds by itself, and where it is told of each expert.
+    memory: &'a Slice,
+    places: &'a Slice,
+    /// Slots that the host's lists name, by segment.
+    listed: &'a [Slice],
+    slot_bytes: u64,
+}
+
 pub(super) struct Builder<'a> {
     pub(super) gpu: &'a Gpu,
     pub(super) up: Uploader<'a>,
@@ -112,7 +126,7 @@ impl GpuBackend {
     ///
     /// # Errors
     /// If the device refuses something, or has no room.
-    pub fn new(
+    pub(crate) fn new(
         gpu: Arc<Gpu>,
         spec: &ModelSpec,
         weights: &Weights,
@@ -120,11 +134,16 @@ impl GpuBackend {
         plan: &Plan,
         device: DevicePlan,
         kernels: Kernels,
+        ring: Option<Ring>,
         exact: bool,
     ) -> Result<Self, EngineError> {
         let compiled = gpu.compile_times();
         let meter = Arc::new(TierMeter::default());
-        let tier = ExpertTier::new(&gpu, tables, &device.slots, POLICY, meter.clone())?;
+        let in_place = ring.as_ref().filter(|_| device.path == ExpertPath::InPlace);
+        let tier = match in_place {
+            Some(ring) => ExpertTier::in_place(&gpu, tables, &device.slots, ring, meter.clone())?,
+            None => ExpertTier::new(&gpu, tables, &device.slots, POLICY, meter.clone())?,
+        };
         let mut builder = Builder::new(&gpu, spec, weights, tables, plan, device.snapshots, exact)?;
         let first = tables.first().map(|table| ExpertLayout::new(table, table.record_len as u64));
         let mut lists = Vec::new();
@@ -139,7 +158,11 @@ impl GpuBackend {
         for layer in 0..spec.n_layers() {
             let tier = (spec.layers[layer] == FfnKind::Moe).then(|| {
                 moe_index += 1;
-                (moe_index - 1, &tables[moe_index - 1], tier.bindings(moe_index - 1))
+                let (memory, table, slot_bytes) = tier.bindings(moe_index - 1);
+                // What the host's lists name: the layer's slots, or those of the ring.
+                let listed = in_place.map_or(std::slice::from_ref(memory), Ring::segments);
+                let table_of = &tables[moe_index - 1];
+                TierOf { index: moe_index - 1, table: table_of, memory, listed, places: table, slot_bytes }
             });
             layers.push(builder.layer(layer, tier, &lists, device_list.as_ref())?);
         }
@@ -151,8 +174,11 @@ impl GpuBackend {
         let few = layers.iter().filter_map(|layer: &Layer| layer.ops.moe()).map(|moe| moe.route.few()).min();
         let few = few.unwrap_or(usize::MAX);
         let halting = few.min(plan.chunk);
-        let host =
-            if device.holds_all() { None } else { HostExperts::new(spec, weights, tables, kernels, halting) };
+        // What the device reads as fast as the processor does is not computed here.
+        let host = match device.holds_all() || in_place.is_some() {
+            true => None,
+            false => HostExperts::new(spec, weights, tables, kernels, halting),
+        };
         let read = HALT_BYTES + floats(router + HEAD_ROWS * spec.vocab_size + halting * spec.d_model);
         let readbacks = [gpu.readback(read)?, gpu.readback(read)?];
         // Nothing waits for what was written: a device without room for it says so here, or at the first step.
@@ -190,6 +216,10 @@ impl GpuBackend {
             host,
             outputs: planes.outputs,
             normed: planes.normed.float,
+            ring,
+            flights: Flights::default(),
+            copies: None,
+            path_note: None,
             pool: Pool::new(plan.threads, false),
             lists,
             listed: 0,
@@ -415,7 +445,7 @@ impl<'a> Builder<'a> {
     fn layer(
         &mut self,
         layer: usize,
-        tier: Option<(usize, &LayerTable, (&Slice, &Slice))>,
+        tier: Option<TierOf<'_>>,
         lists: &[WorkList],
         device_list: Option<&WorkList>,
     ) -> Result<Layer, EngineError> {
@@ -509,15 +539,14 @@ impl<'a> Builder<'a> {
         let norm_weight = self.up.vector(&weights.ffn_norm)?;
         let added = Delta::Plane(&self.planes.delta, o_bias.as_ref());
         let normed =
-            self.planes.normed.for_weights(&multiplied(&weights.ffn, tier.map(|(_, table, _)| table)));
+            self.planes.normed.for_weights(&multiplied(&weights.ffn, tier.as_ref().map(|tier| tier.table)));
         let leave = self.norm(&norm_weight, added, None, t, &normed)?;
 
         let ops = match (&weights.ffn, tier) {
             (LayerFfn::Dense(ffn), _) => LayerOps::Dense(Box::new(self.resident(host, ffn, &normed)?)),
             (LayerFfn::Moe { router, router_bias, correction, shared, shared_scale, biases }, Some(tier)) => {
-                let (index, table, (memory, places)) = tier;
-                let layout =
-                    ExpertLayout::new(table, table.record_len as u64).activated(self.spec.moe.activation);
+                let TierOf { index, table, memory, listed, places, slot_bytes } = tier;
+                let layout = ExpertLayout::new(table, slot_bytes).activated(self.spec.moe.activation);
                 let layout = match biases {
                     Some(biases) => layout.biased(self.up.rows(&biases.each_ref().map(|b| host.matrix(b)))?),
                     None => layout,
@@ -548,7 +577,7 @@ impl<'a> Builder<'a> {
                 let coded = normed.coded();
                 let x = ExpertInput { coded: &coded, float: Some(&normed.float) };
                 let hidden = self.hidden(table, &layout, t * self.spec.moe.top_k)?;
-                let routed = |list: &WorkList| -> Result<Routed, GpuError> {
+                let routed = |list: &WorkList, memory: &Slice| -> Result<Routed, GpuError> {
                     Ok(Routed {
                         gate_up: GateUp::new(self.gpu, &layout, memory, list, &x, &hidden)?,
                         down: Down::new(self.gpu, &layout, memory, list, &hidden, &self.planes.outputs)?,
@@ -588,8 +617,12 @@ impl<'a> Builder<'a> {
                     router,
                     bias: router_bias.clone(),
                     route: Route::halting(self.gpu, t, &self.spec.moe, inputs, outputs, Some(halt))?,
-                    own: routed(own)?,
-                    lists: lists.iter().map(routed).collect::<Result<_, _>>()?,
+                    own: routed(own, memory)?,
+                    lists: lists
+                        .iter()
+                        .flat_map(|list| listed.iter().map(move |memory| (list, memory)))
+                        .map(|(list, memory)| routed(list, memory))
+                        .collect::<Result<_, _>>()?,
                     shared,
                     logits,
                 }))

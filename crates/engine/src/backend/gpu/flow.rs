@@ -435,6 +435,7 @@ impl GpuBackend {
         }
         self.meter.waits.add(1);
         self.meter.wait_ns.add_time(start.elapsed());
+        self.land();
         if halt == 0.0 {
             if reading.rows > 0 {
                 self.scale_logits(reading.rows * self.spec.vocab_size);

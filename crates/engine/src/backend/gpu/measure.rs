@@ -5,10 +5,12 @@ use std::time::{Duration, Instant};
 
 use smoe_gpu::{CopyKernel, DeviceKind, Gpu, GpuError, Idle, Kernel, Links, Step, Submitted};
 
+use super::lent::Ring;
 use super::{GpuBackend, Pending};
 use crate::EngineError;
 use crate::backend::{KernelCost, TokenCosts};
-use crate::forecast::DeviceRates;
+use crate::device::ExpertPath;
+use crate::forecast::{DeviceRates, UploadRates};
 
 /// Times that each is measured, the first of which is not counted.
 const TIMES: usize = 6;
@@ -17,6 +19,8 @@ const TIMES: usize = 6;
 const WARM_UP: Duration = Duration::from_secs(1);
 /// Experts of an upload that is timed.
 const UPLOADED: usize = 2;
+/// The same for a prompt: about what it lacks of a layer.
+const MANY_UPLOADED: usize = 32;
 /// Bytes of memory that uploads are timed from, the first ones written long before the last.
 const COLD_BYTES: usize = 128 << 20;
 /// Tokens that are handed over together where the device alone is timed: what a few take is taken off what many do, and with it
@@ -90,14 +94,20 @@ impl GpuBackend {
         if !self.tier.is_empty() || self.tokens > 0 {
             return Ok(None);
         }
-        let upload_bytes_per_s = self.time_uploads()?;
+        let uploads = self.time_uploads()?;
+        let upload_bytes_per_s = match self.plan.path {
+            ExpertPath::InPlace => f64::INFINITY,
+            ExpertPath::Import => uploads.import.unwrap_or(f64::NAN),
+            _ => uploads.staging.unwrap_or(f64::INFINITY),
+        };
         self.tier.pretend(&self.gpu, true);
         let (token, apart) = (self.time_tokens(false), self.time_tokens(true));
         self.tier.pretend(&self.gpu, false);
         let ((token_s, first_s, dispatches), (apart_s, ..)) = (token?, apart?);
         let wait_s = (apart_s - token_s).max(0.0) / self.layers.len() as f64;
         let computes_here = self.host.is_some();
-        let rates = DeviceRates { token_s, first_s, dispatches, wait_s, upload_bytes_per_s, computes_here };
+        let rates =
+            DeviceRates { token_s, first_s, dispatches, wait_s, upload_bytes_per_s, uploads, computes_here };
         self.pace_by(&rates);
         Ok(Some(rates))
     }
@@ -241,10 +251,58 @@ impl GpuBackend {
         Ok((median(times), first.unwrap_or(f64::NAN), dispatches))
     }
 
-    /// Bytes per second of experts that come by [`UPLOADED`], as a layer's misses do, from memory that no cache holds.
-    fn time_uploads(&mut self) -> Result<f64, EngineError> {
-        let Some(len) = self.tier.slot_bytes(0) else { return Ok(f64::INFINITY) };
-        let upload = UPLOADED * len as usize;
+    /// Bytes per second of experts that come by [`UPLOADED`], as a layer's misses do, or by as many as a layer has slots, in each
+    /// of the ways that there are, from memory that no cache holds.
+    fn time_uploads(&mut self) -> Result<UploadRates, EngineError> {
+        let mut rates = UploadRates::default();
+        let Some(len) = self.tier.slot_bytes(0).filter(|_| !self.reads_in_place()) else { return Ok(rates) };
+        let most = self.tier.room(0).min(MANY_UPLOADED);
+        rates.staging = Some(self.time_staging(len, UPLOADED)?);
+        rates.staging_many = Some(self.time_staging(len, most)?);
+        if let Some(ring) = self.ring.clone() {
+            rates.import = Some(self.time_copies_of(&ring, len, UPLOADED, false)?);
+            rates.import_many = Some(self.time_copies_of(&ring, len, most, false)?);
+            rates.kernel = Some(self.time_copies_of(&ring, len, UPLOADED, true)?);
+        }
+        Ok(rates)
+    }
+
+    /// Slots of the ring one after the other, `count` at a time, to the first layer's.
+    fn time_copies_of(
+        &self,
+        ring: &Ring,
+        len: u64,
+        count: usize,
+        by_kernel: bool,
+    ) -> Result<f64, EngineError> {
+        let mut from = (0..ring.slots()).cycle();
+        let mut times = Vec::with_capacity(TIMES);
+        for _ in 0..TIMES {
+            let pairs = (0..count as u32).zip(&mut from);
+            let pairs: Vec<_> =
+                pairs.map(|(to, from)| (ring.slot(from, len), self.tier.slot(0, to, len))).collect();
+            let kernels = if by_kernel {
+                let kernels = pairs.iter().map(|(from, to)| CopyKernel::new(&self.gpu, from, to));
+                kernels.collect::<Result<Vec<_>, _>>()?
+            } else {
+                Vec::new()
+            };
+            let start = Instant::now();
+            let mut step = self.gpu.step();
+            if by_kernel {
+                kernels.iter().for_each(|kernel| kernel.record(&mut step));
+            } else {
+                pairs.iter().for_each(|(from, to)| step.copy(from, to));
+            }
+            self.gpu.wait(&step.submit())?;
+            times.push(start.elapsed().as_secs_f64());
+        }
+        Ok((count as u64 * len) as f64 / median(times))
+    }
+
+    /// Copied by the processor, `count` at a time.
+    fn time_staging(&self, len: u64, count: usize) -> Result<f64, EngineError> {
+        let upload = count * len as usize;
         // Not zeros: those would be one page.
         let experts = vec![1; upload * (COLD_BYTES / upload).max(TIMES)];
         let mut times = Vec::with_capacity(TIMES);

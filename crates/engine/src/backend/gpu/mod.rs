@@ -5,6 +5,9 @@
 //! ones, that miss some in any case, are recorded layer by layer and handed over when the host must know which
 //! experts a layer needs.
 //!
+//! What the device lacks is copied to it by the processor or by itself, from the ring that is lent to it (`lent.rs`); or it
+//! is read where the ring has it, and there is no tier but the ring ([`ExpertPath`]).
+//!
 //! Experts' products have the CPU's bits where the device's fma is fused ([`Gpu::fused_fma`]), so it does not
 //! matter which of the two computes an expert; attention and norms sum in an order of their own.
 
@@ -14,6 +17,7 @@ mod delta;
 mod flow;
 mod host;
 mod latent;
+mod lent;
 mod measure;
 mod ops;
 mod plan;
@@ -28,7 +32,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use smoe_format::ModelSpec;
-use smoe_gpu::{Gpu, Readback, Recorded, Slice, Submitted, WorkList};
+use smoe_gpu::{Gpu, Readback, Recorded, Slice, Step, Submitted, WorkList};
 use smoe_kernels::Pool;
 use smoe_meter::TierMeter;
 use smoe_store::Lease;
@@ -37,13 +41,15 @@ use crate::EngineError;
 use crate::backend::{
     Advanced, Backend, DeviceOpening, DeviceTier, Follows, HEAD_ROWS, KernelTimes, Row, TokenCosts,
 };
-use crate::device::DevicePlan;
+use crate::device::{DevicePlan, ExpertPath};
 use crate::forecast::DeviceRates;
 use crate::kv::{BlockCopy, KvCache};
 use crate::routes::Routes;
 use delta::Nets;
 use flow::{Flow, stamp};
 use host::{HostExperts, MARGIN};
+use lent::Flights;
+pub(crate) use lent::Ring;
 use ops::{Ends, Layer, LayerOps, Mixer, RowBuffer};
 pub(crate) use plan::{max_chunk, unsupported};
 use recorder::Recorder;
@@ -66,6 +72,8 @@ pub struct GpuBackend {
     gpu: Arc<Gpu>,
     spec: ModelSpec,
     plan: DevicePlan,
+    /// Why experts come in no better way.
+    pub(crate) path_note: Option<String>,
     opening: DeviceOpening,
     meter: Arc<TierMeter>,
     recorder: Recorder,
@@ -105,6 +113,12 @@ pub struct GpuBackend {
     outputs: Slice,
     /// Input of experts.
     normed: Slice,
+    /// The ring, if it is lent to the device.
+    ring: Option<Ring>,
+    /// Leases of what is read there.
+    flights: Flights<Submitted, Lease>,
+    /// Copies of experts that come before what is recorded.
+    copies: Option<Step>,
     /// Copies experts to where the device fetches them, and computes some.
     pool: Pool,
     lists: Vec<WorkList>,
@@ -139,10 +153,36 @@ impl GpuBackend {
 
     /// Hands it over, and `then` after it.
     fn submit_with(&mut self, then: Option<Recorded>) -> Option<Submitted> {
-        let submitted = self.recorder.submit(then)?;
+        let copies = self.copies.take().map(Step::finish);
+        let submitted = self.recorder.submit(copies, then)?;
         self.tier.submitted();
         self.listed = 0;
+        self.flights.submitted(&submitted);
+        self.land();
         Some(submitted)
+    }
+
+    /// Gives back the leases that the device has done with. A failure shows when something is read.
+    fn land(&mut self) {
+        let _ = self.flights.land(|submitted| self.gpu.is_done(submitted));
+    }
+
+    /// Hands over what reads leases, if something is recorded that does.
+    fn take_off(&mut self) {
+        if self.flights.is_recorded() {
+            let _ = self.recorder.step();
+            self.submit();
+        }
+    }
+
+    /// Waits until every lease is given back.
+    fn land_all(&mut self) -> Result<(), EngineError> {
+        self.take_off();
+        if let Some(latest) = self.flights.latest() {
+            self.gpu.wait(latest)?;
+        }
+        self.land();
+        Ok(())
     }
 
     /// Reads `out` back, once the device has done `submitted`.
@@ -171,7 +211,8 @@ impl GpuBackend {
     fn begin_step(&mut self, tokens: &[u32]) {
         // What was begun is over before this begins.
         self.flow.begun = None;
-        // A step that was given up leaves kernels and lists behind: nothing waits for what they compute.
+        // A step that was given up leaves kernels and lists behind: nothing waits for what they compute. What they were to
+        // read in the ring goes back with the next that is handed over; copies of experts are made all the same.
         self.recorder.clear();
         self.stop_flow();
         self.headed.clear();
@@ -415,6 +456,7 @@ impl Backend for GpuBackend {
         }
         if let Some(submitted) = self.submit() {
             Self::read(&self.gpu, &self.meter, &self.readbacks[0], &submitted, &mut self.router[..n])?;
+            self.land();
         }
         if let Some(moe) = self.layers[layer].ops.moe() {
             moe.add_bias(&mut self.router[..n]);
@@ -443,7 +485,7 @@ impl Backend for GpuBackend {
         for &expert in routes.union() {
             if let Some(slot) = self.tier.place(moe.index, expert) {
                 self.tier.touch(moe.index, slot, self.tokens_done + stamp(routes, expert));
-                here.push((slot, expert, routes.of_expert(expert).0));
+                here.push((self.tier.in_ring(moe.index, slot), expert, routes.of_expert(expert).0));
             }
         }
         self.compute(layer, &here);
@@ -455,6 +497,16 @@ impl Backend for GpuBackend {
         self.meter.misses.add(ready.len() as u64);
         if self.flow.resumed && self.host.is_some() {
             self.compute_here(index, ready, routes);
+            return Ok(());
+        }
+        if self.reads_in_place() {
+            let in_ring = |lease: &Lease| {
+                let expert = lease.key().expert;
+                (lease.slot() as u32, expert, routes.of_expert(expert).0)
+            };
+            self.compute(layer, &ready.iter().map(in_ring).collect::<Vec<_>>());
+            // Only now: what was handed over in between reads some of them, what is recorded the others.
+            ready.drain(..).for_each(|lease| self.flights.hold(lease));
             return Ok(());
         }
         let mut batch = Vec::with_capacity(ready.len());
@@ -478,8 +530,28 @@ impl Backend for GpuBackend {
     }
 
     fn reclaim(&mut self) -> Result<bool, EngineError> {
-        // An expert's bytes are on their way to the device when its lease is dropped.
-        Ok(false)
+        // By staging an expert's bytes are on their way when its lease is dropped, and none is held.
+        let held = self.flights.held();
+        if self.flights.oldest().is_none() {
+            self.take_off();
+        }
+        if let Some(oldest) = self.flights.oldest() {
+            self.gpu.wait(oldest)?;
+            self.land();
+        }
+        Ok(self.flights.held() < held)
+    }
+
+    fn give_ring_back(&mut self) -> Result<bool, EngineError> {
+        if self.reads_in_place() {
+            return Ok(false);
+        }
+        if self.ring.is_some() {
+            self.land_all()?;
+            self.ring = None;
+            self.plan.path = ExpertPath::Staging;
+        }
+        Ok(true)
     }
 
     fn finish(&mut self, _layer: usize, _routes: &Routes) -> Result<(), EngineError> {
@@ -529,22 +601,35 @@ impl Backend for GpuBackend {
             if self.tier.place(index, expert).is_some() {
                 continue;
             }
-            if let Admission::Slot(slot) = self.tier.admit(index, expert, self.tokens_done) {
+            if self.reads_in_place() {
+                // One that lies elsewhere is named by the host when it is needed.
+                drop(self.tier.place_at(index, lease));
+            } else if let Admission::Slot(slot) = self.tier.admit(index, expert, self.tokens_done) {
                 batch.push((slot, lease));
             }
         }
-        self.upload(index, &batch);
+        if self.reads_in_place() {
+            self.tier.tell(&self.gpu, index);
+            return Ok(self.gpu.check()?);
+        }
+        self.upload(index, batch);
         // What is written waits in memory of the host's until something is submitted.
-        let submitted = self.gpu.step().submit();
+        let submitted = self.copies.take().unwrap_or_else(|| self.gpu.step()).submit();
         self.tier.submitted();
-        Ok(self.gpu.wait(&submitted)?)
+        self.flights.submitted(&submitted);
+        self.gpu.wait(&submitted)?;
+        self.land();
+        Ok(())
     }
 
     fn forget_experts(&mut self, layers: Range<usize>) {
         self.submit();
         for moe in self.layers[layers].iter().filter_map(|layer| layer.ops.moe()) {
-            self.tier.clear(&self.gpu, moe.index);
+            // A step that was begun before anyone asked for it may read them.
+            self.tier.clear(&self.gpu, moe.index).into_iter().for_each(|lease| self.flights.hold(lease));
         }
+        // A device that failed says so when it is asked next.
+        let _ = self.land_all();
     }
 
     fn measure(&mut self) -> Result<Option<DeviceRates>, EngineError> {
@@ -564,22 +649,40 @@ impl Backend for GpuBackend {
     }
 
     fn tier(&self) -> Option<DeviceTier> {
-        Some(DeviceTier { plan: self.plan.clone(), meter: self.meter.clone() })
+        let path_note = self.path_note.clone();
+        Some(DeviceTier { plan: self.plan.clone(), path_note, meter: self.meter.clone() })
     }
 }
 
 impl GpuBackend {
-    /// Writes experts into their slots.
-    fn upload(&self, index: usize, batch: &[(u32, Lease)]) {
-        let part = |(slot, lease): &(u32, Lease)| {
-            let len = lease.bytes().len() as u64;
-            self.tier.slot(index, *slot, len)
-        };
-        let parts: Vec<_> = batch.iter().map(|of| (part(of), of.1.bytes())).collect();
-        if parts.is_empty() {
+    /// Kernels read experts where the ring has them.
+    fn reads_in_place(&self) -> bool {
+        self.plan.path == ExpertPath::InPlace
+    }
+
+    /// Brings experts into their slots, before what is recorded: now, or by the device, which holds their leases until it has.
+    fn upload(&mut self, index: usize, batch: Vec<(u32, Lease)>) {
+        if batch.is_empty() {
             return;
         }
-        self.gpu.write_all(&parts, &|tasks, task| self.pool.run(tasks, task));
+        match &self.ring {
+            Some(ring) => {
+                let copies = self.copies.get_or_insert_with(|| self.gpu.step());
+                for (slot, lease) in batch {
+                    let len = lease.bytes().len() as u64;
+                    copies.copy(&ring.slot(lease.slot(), len), &self.tier.slot(index, slot, len));
+                    self.flights.hold(lease);
+                }
+            }
+            None => {
+                let part = |(slot, lease): &(u32, Lease)| {
+                    let len = lease.bytes().len() as u64;
+                    self.tier.slot(index, *slot, len)
+                };
+                let parts: Vec<_> = batch.iter().map(|of| (part(of), of.1.bytes())).collect();
+                self.gpu.write_all(&parts, &|tasks, task| self.pool.run(tasks, task));
+            }
+        }
         self.tier.tell(&self.gpu, index);
     }
 
@@ -602,23 +705,42 @@ impl GpuBackend {
                 batch.push((slot, lease));
             }
         }
-        self.upload(index, &batch);
+        self.upload(index, batch);
     }
 
-    /// Writes experts into their slots, records them, and gives their leases back.
+    /// Brings experts into their slots and records them.
     fn take_in(&mut self, layer: usize, batch: &mut Vec<(u32, Lease)>, routes: &Routes) {
         let Some(index) = self.layers[layer].ops.moe().map(|moe| moe.index) else { return };
-        self.upload(index, batch);
         let here = |(slot, lease): &(u32, Lease)| {
             let expert = lease.key().expert;
             (*slot, expert, routes.of_expert(expert).0)
         };
-        self.compute(layer, &batch.iter().map(here).collect::<Vec<_>>());
-        batch.clear();
+        let experts: Vec<_> = batch.iter().map(here).collect();
+        self.upload(index, std::mem::take(batch));
+        self.compute(layer, &experts);
     }
 
-    /// Records experts that are on the device: (slot, expert, its pairs).
+    /// Records experts that are there: (slot, expert, its pairs). Slots are the layer's; those of the ring if kernels read
+    /// it, a dispatch for each segment that has some.
     fn compute(&mut self, layer: usize, experts: &[(u32, u32, &[u32])]) {
+        let ring = self.ring.as_ref().filter(|_| self.reads_in_place());
+        let Some(ring) = ring.cloned() else {
+            self.compute_in(layer, 0, 1, experts);
+            return;
+        };
+        let segments = ring.segments().len();
+        let mut parts = vec![Vec::new(); segments];
+        for &(slot, expert, pairs) in experts {
+            let (segment, at) = ring.locate(slot);
+            parts[segment].push((at, expert, pairs));
+        }
+        for (segment, experts) in parts.iter().enumerate() {
+            self.compute_in(layer, segment, segments, experts);
+        }
+    }
+
+    /// The same of one segment of so many.
+    fn compute_in(&mut self, layer: usize, segment: usize, segments: usize, experts: &[(u32, u32, &[u32])]) {
         if experts.is_empty() {
             return;
         }
@@ -627,7 +749,17 @@ impl GpuBackend {
         }
         let Some(moe) = self.layers[layer].ops.moe() else { return };
         self.lists[self.listed].write(&self.gpu, self.tokens, experts);
-        moe.lists[self.listed].record(self.recorder.step(), self.tokens);
+        moe.lists[self.listed * segments + segment].record(self.recorder.step(), self.tokens);
         self.listed += 1;
+    }
+}
+
+impl Drop for GpuBackend {
+    /// Leases go back when the device reads no more. One that is lost may go on for a moment: what it reads then is of no use
+    /// to anyone, and the memory itself stays while it may.
+    fn drop(&mut self) {
+        if let Some(latest) = self.flights.latest() {
+            let _ = self.gpu.wait(latest);
+        }
     }
 }

@@ -83,7 +83,7 @@ pub(super) struct Moe {
     pub(super) route: Route,
     /// Over that list.
     pub(super) own: Routed,
-    /// Over those that the host writes.
+    /// Over those that the host writes: of each list one for every segment of memory that has slots.
     pub(super) lists: Vec<Routed>,
     /// The shared expert, and the product that its weight is the sigmoid of.
     pub(super) shared: Option<(Routed, Option<FloatMatmul>)>,

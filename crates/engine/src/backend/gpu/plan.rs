@@ -4,11 +4,12 @@ use smoe_format::expert_file::LayerTable;
 use smoe_format::{FfnKind, ModelSpec};
 use smoe_gpu::{AttentionScratch, DeviceFacts, KvFormat};
 use smoe_kernels::KvType;
+use smoe_store::PAGE;
 
 use super::{delta, latent};
 use crate::EngineError;
 use crate::backend::HEAD_ROWS;
-use crate::device::DevicePlan;
+use crate::device::{DevicePlan, ExpertPath};
 use crate::kv::{self, BLOCK, KvCache};
 use crate::plan::{Plan, SNAPSHOT_SHARE};
 
@@ -24,7 +25,8 @@ pub(super) const ATTENTION_SCRATCH: u64 = 64 << 20;
 impl DevicePlan {
     /// Decides: backbone, cache and planes, and experts with what remains, in equal shares.
     ///
-    /// `limit` bytes are used at most, `None` takes nearly all of a card's memory; `most_slots` experts of a layer.
+    /// `limit` bytes are used at most, `None` takes nearly all of a card's memory; `most_slots` experts of a layer. Those
+    /// that are read where the ring has them, by `path`, take none.
     ///
     /// # Errors
     /// If even a token's experts of each layer do not fit, or the device cannot bind what it must.
@@ -35,6 +37,7 @@ impl DevicePlan {
         plan: &Plan,
         limit: Option<u64>,
         most_slots: Option<usize>,
+        path: ExpertPath,
     ) -> Result<Self, EngineError> {
         // Up to so many positions an indexer chooses all that there are, and is not asked.
         if let Some(top_k) = spec.attention.indexer.map(|indexer| indexer.top_k).filter(|&n| plan.context > n)
@@ -52,8 +55,9 @@ impl DevicePlan {
         let snapshots = snapshots(spec, plan, budget_bytes, most);
         let state_bytes = kv::state_bytes(spec) * (2 * plan.sessions + snapshots) as u64;
         let fixed = backbone_bytes + kv_bytes + state_bytes + plane_bytes;
-        let floor: u64 =
-            tables.iter().map(|t| (spec.moe.top_k.min(t.n_experts as usize) * t.record_len) as u64).sum();
+        let in_place = path == ExpertPath::InPlace;
+        let least = |t: &LayerTable| (spec.moe.top_k.min(t.n_experts as usize) * t.record_len) as u64;
+        let floor: u64 = if in_place { 0 } else { tables.iter().map(least).sum() };
         if fixed + floor > budget_bytes {
             return Err(EngineError::DeviceBudget {
                 device: facts.name.clone(),
@@ -79,6 +83,26 @@ impl DevicePlan {
             );
             return Err(EngineError::Unsupported { what });
         }
+        if in_place {
+            // A kernel addresses a layer's slots, if all are there; else a segment of the ring.
+            let stride = plan.slot_bytes.next_multiple_of(PAGE as u64);
+            let whole = |t: &LayerTable| u64::from(t.n_experts).saturating_mul(stride) <= most;
+            let slots =
+                tables.iter().map(|t| if plan.holds_all() && whole(t) { t.n_experts as usize } else { 0 });
+            return Ok(Self {
+                device: facts.name.clone(),
+                budget_bytes,
+                backbone_bytes,
+                kv_bytes,
+                state_bytes,
+                snapshots,
+                plane_bytes,
+                path,
+                slots: slots.collect(),
+                expert_bytes: 0,
+                n_experts: tables.iter().map(|t| t.n_experts as usize).sum(),
+            });
+        }
         let slots: Vec<usize> = tables
             .iter()
             .map(|table| {
@@ -102,6 +126,7 @@ impl DevicePlan {
             state_bytes,
             snapshots,
             plane_bytes,
+            path,
             expert_bytes: pairs.map(|(slots, table)| (slots * table.record_len) as u64).sum(),
             n_experts: tables.iter().map(|t| t.n_experts as usize).sum(),
             slots,

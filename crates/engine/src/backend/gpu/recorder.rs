@@ -47,11 +47,11 @@ impl Recorder {
         Some(step.finish())
     }
 
-    /// Hands over what is recorded, and `then` after it; none if there is neither.
-    pub(super) fn submit(&mut self, then: Option<Recorded>) -> Option<Submitted> {
+    /// Hands over `first`, what is recorded, and `then` after it; none if there is nothing.
+    pub(super) fn submit(&mut self, first: Option<Recorded>, then: Option<Recorded>) -> Option<Submitted> {
         let (step, count) =
             (self.step.take(), |dispatches: u32| self.meter.dispatches.add(u64::from(dispatches)));
-        if step.is_none() && then.is_none() {
+        if first.is_none() && step.is_none() && then.is_none() {
             return None;
         }
         self.meter.submits.add(1);
@@ -61,11 +61,17 @@ impl Recorder {
         let submitted = match (&mut self.profile, step) {
             (Some(times), Some(step)) => {
                 let mut tell = |name: &str, ns: f64| times.add(name, ns);
+                if let Some(first) = first {
+                    self.gpu.submit([first]);
+                }
                 // A failure shows when the step's results are read.
-                let first = self.gpu.finish_profile(step, &mut tell).ok();
-                then.map_or(first, |then| Some(self.gpu.submit([then])))
+                let profiled = self.gpu.finish_profile(step, &mut tell).ok();
+                then.map_or(profiled, |then| Some(self.gpu.submit([then])))
             }
-            (_, step) => Some(self.gpu.submit(step.map(Step::finish).into_iter().chain(then))),
+            (_, step) => {
+                let steps = first.into_iter().chain(step.map(Step::finish)).chain(then);
+                Some(self.gpu.submit(steps))
+            }
         };
         self.meter.submit_ns.add_time(start.elapsed());
         submitted

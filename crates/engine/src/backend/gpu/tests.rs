@@ -15,8 +15,8 @@ use super::begun::BEGUN;
 use super::flow::FORESEEN;
 use crate::plan::{PlanRequest, RingSize};
 use crate::{
-    Control, DeviceChoice, Driver, Engine, EngineOptions, Event, Job, Limits, Sampler, Sampling, Scheduler,
-    SchedulerOptions, Session, Vault,
+    Control, DeviceChoice, Driver, Engine, EngineOptions, Event, ExpertPath, Job, Limits, Sampler, Sampling,
+    Scheduler, SchedulerOptions, Session, Vault,
 };
 
 /// What a step of `tokens` behind `held` ones gives and counts, some layers having forgotten their experts.
@@ -136,6 +136,46 @@ fn a_step_that_was_recorded_ahead_fits_whatever_comes_between() {
         let (got, _) = step(&mut engine, &mut two, 51, &b[51..=51], 0..0);
         assert!(got == expected, "after {between}");
         assert_eq!(FORESEEN.get() - before, taken, "after {between}");
+    }
+}
+
+#[test]
+fn a_ring_that_is_to_shrink_is_given_back_unless_it_is_read_in_place() {
+    let model = TinyModel::qwen3(40);
+    let Some((_dir, vault, mut engine)) = engine(&model) else { return };
+    if Gpu::shared(None, Software::Accept).unwrap().can_import().is_err() {
+        eprintln!("SKIPPED: it imports nothing");
+        return;
+    }
+    engine.preload(&mut |_, _| {}).unwrap();
+    let tokens = model.prompt(20, 1);
+    let expected = logits_after(&mut engine, &tokens);
+    let all = vault.experts.records.len();
+    for (path, slots) in [(ExpertPath::Import, Some(vault.spec.moe.top_k)), (ExpertPath::InPlace, None)] {
+        let plan = PlanRequest {
+            memory: Some(1 << 30),
+            ring: RingSize::Slots(all),
+            context: Some(256),
+            chunk: Some(32),
+            threads: Some(1),
+            ..PlanRequest::default()
+        };
+        let device = DeviceChoice::Gpu(None);
+        let options = EngineOptions {
+            plan,
+            device,
+            device_slots: slots,
+            device_path: path,
+            ..EngineOptions::default()
+        };
+        let mut engine = Engine::open(&vault, &options).unwrap();
+        assert!(logits_after(&mut engine, &tokens) == expected, "{path}");
+        engine.set_ring_limit(all / 2);
+        let stays = path == ExpertPath::InPlace;
+        assert_eq!(engine.ring_limit(), if stays { all } else { all / 2 }, "{path}");
+        let now = if stays { path } else { ExpertPath::Staging };
+        assert_eq!(engine.device_tier().unwrap().plan.path, now);
+        assert!(logits_after(&mut engine, &tokens) == expected, "{path}");
     }
 }
 

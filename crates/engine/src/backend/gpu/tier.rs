@@ -1,16 +1,22 @@
-//! Experts in the device's own memory: a cache above the ring, layer by layer.
+//! Experts that the device finds by itself: in its own memory, a cache above the ring, layer by layer; or, where it
+//! shares the processor's, in the ring.
 //!
 //! Every MoE layer has slots of its own, one after the other in one binding: a token needs as many experts of
 //! each layer, so shares are equal, and a kernel addresses its layer's slots whatever the size of the card.
 //! Whom a layer evicts is decided by the store's policies. A slot that a recorded kernel reads is not
 //! overwritten before that kernel is submitted: the device works in the order of submission.
+//!
+//! A ring that has room for every expert has a layer's slots in a row if it was filled in the order of the file. Those
+//! that lie so are the layer's slots here too ([`ExpertTier::place_at`]); their leases are kept, so none is evicted.
 
 use std::sync::Arc;
 
 use smoe_format::expert_file::LayerTable;
 use smoe_gpu::{Gpu, GpuError, Slice};
 use smoe_meter::TierMeter;
-use smoe_store::{Policy, PolicyKind};
+use smoe_store::{Lease, Policy, PolicyKind};
+
+use super::lent::Ring;
 
 /// What a table says of an expert that is not here.
 pub(super) const ABSENT: u32 = u32::MAX;
@@ -22,6 +28,12 @@ struct LayerTier {
     /// `[n_experts]` on the device: slot, or [`ABSENT`].
     table: Slice,
     slot_bytes: u64,
+    /// Slots that `memory` has, whether experts may be there or not.
+    room: u32,
+    /// The first of them, in the ring; 0 if the memory is the device's.
+    base: u32,
+    /// Of experts in the ring.
+    leases: Vec<Lease>,
     /// The same here.
     slot_of: Vec<u32>,
     /// Expert of each slot, or [`ABSENT`].
@@ -87,6 +99,9 @@ impl ExpertTier {
                 memory,
                 table: places,
                 slot_bytes,
+                room: slots as u32,
+                base: 0,
+                leases: Vec::new(),
                 slot_of: vec![ABSENT; n_experts],
                 expert_of: vec![ABSENT; slots],
                 used_in: vec![0; slots],
@@ -99,9 +114,71 @@ impl ExpertTier {
         Ok(Self { layers, meter, step: 1, absent })
     }
 
-    /// Memory and table of the `index`-th MoE layer, for binding.
-    pub(super) fn bindings(&self, index: usize) -> (&Slice, &Slice) {
-        (&self.layers[index].memory, &self.layers[index].table)
+    /// The same in the ring, `slots[i]` being all experts of the layer, or 0: then only what the host names is read.
+    ///
+    /// # Errors
+    /// If the device has no room for tables.
+    pub(super) fn in_place(
+        gpu: &Gpu,
+        tables: &[LayerTable],
+        slots: &[usize],
+        ring: &Ring,
+        meter: Arc<TierMeter>,
+    ) -> Result<Self, GpuError> {
+        let mut base = 0;
+        let layer = |(table, &slots): (&LayerTable, &usize)| {
+            let n_experts = table.n_experts as usize;
+            let own = ring.run(base, slots);
+            let first = if own.is_some() { base } else { 0 };
+            base += n_experts;
+            let slots = if own.is_some() { slots } else { 0 };
+            let memory = own.unwrap_or_else(|| ring.segments()[0].clone());
+            let places = gpu.buffer("places of experts", n_experts as u64 * 4)?;
+            gpu.write(&places, 0, &vec![0xff; n_experts * 4]);
+            Ok(LayerTier {
+                room: (memory.len() / ring.slot_bytes()) as u32,
+                memory,
+                table: places,
+                slot_bytes: ring.slot_bytes(),
+                base: first as u32,
+                leases: Vec::new(),
+                slot_of: vec![ABSENT; n_experts],
+                expert_of: vec![ABSENT; slots],
+                used_in: vec![0; slots],
+                free: Vec::new(),
+                // Nothing is evicted.
+                policy: PolicyKind::Lru.build(1, 1),
+            })
+        };
+        let layers = tables.iter().zip(slots).map(layer).collect::<Result<_, GpuError>>()?;
+        let absent = tables.iter().map(|table| table.n_experts as usize).sum();
+        Ok(Self { layers, meter, step: 1, absent })
+    }
+
+    /// What the kernels of the `index`-th MoE layer bind: its memory, its table, and how far slots are apart.
+    pub(super) fn bindings(&self, index: usize) -> (&Slice, &Slice, u64) {
+        let layer = &self.layers[index];
+        (&layer.memory, &layer.table, layer.slot_bytes)
+    }
+
+    /// The slot of the ring that a slot of the `index`-th MoE layer is.
+    pub(super) fn in_ring(&self, index: usize, slot: u32) -> u32 {
+        self.layers[index].base + slot
+    }
+
+    /// Keeps an expert that lies among the `index`-th MoE layer's slots of the ring, and its lease; gives the lease back if it
+    /// lies elsewhere. The device is told by [`Self::tell`].
+    pub(super) fn place_at(&mut self, index: usize, lease: Lease) -> Option<Lease> {
+        let layer = &mut self.layers[index];
+        let (expert, slot) = (lease.key().expert, lease.slot() as u32);
+        let at = slot.checked_sub(layer.base).filter(|&at| (at as usize) < layer.expert_of.len());
+        let Some(at) = at else { return Some(lease) };
+        debug_assert_eq!(layer.expert_of[at as usize], ABSENT, "a slot has one expert");
+        layer.expert_of[at as usize] = expert;
+        layer.slot_of[expert as usize] = at;
+        layer.leases.push(lease);
+        self.absent -= 1;
+        None
     }
 
     /// True if every expert of every layer is here.
@@ -120,12 +197,17 @@ impl ExpertTier {
         self.layers.get(index).map(|layer| layer.slot_bytes)
     }
 
+    /// Slots of the `index`-th MoE layer.
+    pub(super) fn room(&self, index: usize) -> usize {
+        self.layers[index].expert_of.len()
+    }
+
     /// Tells the device that every expert is somewhere, whatever lies there; or again what is true.
     pub(super) fn pretend(&self, gpu: &Gpu, all: bool) {
         for (index, layer) in self.layers.iter().enumerate() {
             if all {
-                let (slots, experts) = (layer.expert_of.len() as u32, layer.slot_of.len() as u32);
-                let table: Vec<u32> = (0..experts).map(|expert| expert % slots).collect();
+                let experts = layer.slot_of.len() as u32;
+                let table: Vec<u32> = (0..experts).map(|expert| expert % layer.room).collect();
                 gpu.write(&layer.table, 0, bytemuck::cast_slice(&table));
             } else {
                 self.tell(gpu, index);
@@ -207,18 +289,23 @@ impl ExpertTier {
         layer.memory.part(u64::from(slot) * layer.slot_bytes, len)
     }
 
-    /// Forgets every expert of the `index`-th MoE layer.
-    pub(super) fn clear(&mut self, gpu: &Gpu, index: usize) {
+    /// Forgets every expert of the `index`-th MoE layer: gives the leases of those in the ring, which steps that are under
+    /// way may read still.
+    pub(super) fn clear(&mut self, gpu: &Gpu, index: usize) -> Vec<Lease> {
         let layer = &mut self.layers[index];
+        let leases = std::mem::take(&mut layer.leases);
         for slot in 0..layer.expert_of.len() as u32 {
             let expert = std::mem::replace(&mut layer.expert_of[slot as usize], ABSENT);
             if expert != ABSENT {
-                layer.policy.remove(slot);
                 layer.slot_of[expert as usize] = ABSENT;
                 self.absent += 1;
-                layer.free.push(slot);
+                if leases.is_empty() {
+                    layer.policy.remove(slot);
+                    layer.free.push(slot);
+                }
             }
         }
         self.tell(gpu, index);
+        leases
     }
 }

@@ -1,0 +1,177 @@
+//! By whatever way experts come to a device, it computes the same bits, and the ring's slots are nobody else's while it
+//! reads them.
+//!
+//! Skipped aloud where there is no device, or it imports nothing; a program that plays one (lavapipe) will do.
+#![cfg(feature = "gpu")]
+#![allow(clippy::unwrap_used, reason = "a test stops at the first surprise")]
+#![allow(clippy::print_stderr, reason = "what is skipped is said")]
+
+mod common;
+
+use std::cell::Cell;
+
+use common::device::{has_device, on_gpu, run, run_in};
+use common::{bits, open, options, write_tiny};
+use smoe_engine::plan::RingSize;
+use smoe_engine::{Control, Engine, EngineError, EngineOptions, ExpertPath, Vault};
+use smoe_gpu::{Fault, Gpu, Software};
+use smoe_meter::TierSnapshot;
+use smoe_testkit::TinyModel;
+
+const PATHS: [ExpertPath; 3] = [ExpertPath::Staging, ExpertPath::Import, ExpertPath::InPlace];
+
+/// Whether there is a device that imports; false, said aloud, if not.
+fn imports() -> bool {
+    has_device()
+        && match Gpu::shared(None, Software::Accept).unwrap().can_import() {
+            Ok(_) => true,
+            Err(why) => {
+                eprintln!("SKIPPED: {why}");
+                false
+            }
+        }
+}
+
+/// Options of a device that experts come to by this way, with so few slots of its own if it has any.
+fn by(path: ExpertPath, base: &EngineOptions, slots: usize) -> EngineOptions {
+    let slots = (path != ExpertPath::InPlace).then_some(slots);
+    EngineOptions { device_path: path, ..on_gpu(base, slots) }
+}
+
+fn counted(engine: &Engine) -> TierSnapshot {
+    engine.info().tier.unwrap().meter.snapshot()
+}
+
+fn tiny(dir: &std::path::Path, model: &TinyModel) -> Vault {
+    write_tiny(dir, model, "q4/64", "q8/64")
+}
+
+#[test]
+fn every_way_and_every_ring_give_the_same_bits() {
+    if !imports() {
+        return;
+    }
+    for model in [TinyModel::qwen3(61), TinyModel::deepseek(62), TinyModel::gpt_oss(63)] {
+        let dir = tempfile::tempdir().unwrap();
+        let vault = tiny(dir.path(), &model);
+        let (prompt, further) = (model.prompt(37, 4), model.prompt(6, 5));
+        let (all, top_k) = (vault.experts.records.len(), vault.spec.moe.top_k);
+        let ring = |slots: usize| options(RingSize::Slots(slots), 16, 1);
+        let mut whole = open(&vault, &by(ExpertPath::Staging, &ring(all), vault.spec.moe.n_experts));
+        whole.preload(&mut |_, _| {}).unwrap();
+        let expected = run(&mut whole, &prompt, &further);
+        for path in PATHS {
+            for (slots, loaded) in
+                [(top_k, false), (top_k + 1, false), (all - 1, false), (all, false), (all, true)]
+            {
+                let mut engine = open(&vault, &by(path, &ring(slots), top_k));
+                let what = format!("{} {path}, a ring of {slots}, loaded: {loaded}", model.spec.model_type);
+                let tier = engine.info().tier.unwrap();
+                assert_eq!((tier.plan.path, tier.path_note), (path, None), "{what}");
+                if loaded {
+                    engine.preload(&mut |_, _| {}).unwrap();
+                }
+                assert!(run(&mut engine, &prompt, &further) == expected, "{what}");
+                assert!(run(&mut engine, &prompt, &further) == expected, "{what}, again");
+                let counted = counted(&engine);
+                let in_place = path == ExpertPath::InPlace;
+                // What lies in the ring in the order of the file is found without the host.
+                assert_eq!(counted.misses == 0, in_place && loaded, "{what}: {counted:?}");
+                assert_eq!(counted.loads == 0, in_place, "{what}: {counted:?}");
+                if in_place && loaded {
+                    let steps = 2 * (prompt.len().div_ceil(16) + further.len());
+                    assert_eq!(counted.waits as usize, steps, "a wait a step: {counted:?}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn sessions_by_turns_find_what_the_ring_has_in_place() {
+    if !imports() {
+        return;
+    }
+    let model = TinyModel::qwen2(64);
+    let dir = tempfile::tempdir().unwrap();
+    let vault = tiny(dir.path(), &model);
+    let (all, top_k) = (vault.experts.records.len(), vault.spec.moe.top_k);
+    let prompts = [model.prompt(21, 1), model.prompt(33, 2)];
+    let further = [model.prompt(5, 3), model.prompt(5, 4)];
+    let mut expected = Vec::new();
+    for path in PATHS {
+        for slots in [top_k, all] {
+            let mut base = options(RingSize::Slots(slots), 32, 2);
+            base.plan.sessions = 2;
+            let mut engine = open(&vault, &by(path, &base, top_k));
+            let mut sessions = [(); 2].map(|()| engine.open_session().unwrap());
+            let mut got = Vec::new();
+            for (session, prompt) in sessions.iter_mut().zip(&prompts) {
+                got.push(run_in(&mut engine, session, prompt, &[]));
+            }
+            for i in 0..5 {
+                for (session, further) in sessions.iter_mut().zip(&further) {
+                    engine.decode(session, further[i], &mut Control::default()).unwrap();
+                    got.push(bits(session.logits()));
+                }
+            }
+            if expected.is_empty() {
+                expected.clone_from(&got);
+            }
+            assert!(got == expected, "{path}, a ring of {slots}");
+        }
+    }
+}
+
+/// Experts that were on their way when a step was given up are there for the next, and their slots are free again.
+#[test]
+fn a_step_that_is_given_up_leaves_no_expert_behind() {
+    if !imports() {
+        return;
+    }
+    let model = TinyModel::qwen3(65);
+    let dir = tempfile::tempdir().unwrap();
+    let vault = tiny(dir.path(), &model);
+    let top_k = vault.spec.moe.top_k;
+    let prompt = model.prompt(30, 1);
+    for path in PATHS {
+        let base = options(RingSize::Slots(top_k), 64, 1);
+        let mut engine = open(&vault, &by(path, &base, top_k));
+        let expected = run(&mut engine, &prompt, &[]);
+        for checks in 0..vault.spec.n_layers() {
+            let seen = Cell::new(0);
+            let stop = || seen.replace(seen.get() + 1) == checks;
+            let mut session = engine.open_session().unwrap();
+            let mut control = Control { stop: Some(&stop), ..Control::default() };
+            let given_up = engine.sync(&mut session, &prompt, &mut control);
+            assert!(matches!(given_up, Err(EngineError::Cancelled)), "{path}, {checks}");
+            assert!(run_in(&mut engine, &mut session, &prompt, &[]) == expected, "{path}, layer {checks}");
+            engine.close(session, false);
+        }
+    }
+}
+
+#[test]
+fn a_device_that_does_not_import_gets_its_experts_as_ever() {
+    if !imports() {
+        return;
+    }
+    let gpu = Gpu::shared(None, Software::Accept).unwrap();
+    let model = TinyModel::qwen3(66);
+    let dir = tempfile::tempdir().unwrap();
+    let vault = tiny(dir.path(), &model);
+    let base = options(RingSize::Auto, 16, 1);
+    let prompt = model.prompt(20, 1);
+    let top_k = vault.spec.moe.top_k;
+    let expected = run(&mut open(&vault, &by(ExpertPath::Staging, &base, top_k)), &prompt, &[]);
+    for path in [ExpertPath::Auto, ExpertPath::Import, ExpertPath::InPlace] {
+        gpu.fail_at(0, Fault::NoImport);
+        let mut engine = open(&vault, &by(path, &base, top_k));
+        gpu.end_faults();
+        let tier = engine.info().tier.unwrap();
+        assert_eq!(tier.plan.path, ExpertPath::Staging, "{path}");
+        assert!(tier.path_note.unwrap().contains("refuse"), "{path}");
+        assert!(tier.plan.slots.iter().all(|&slots| slots >= top_k), "{path}: {:?}", tier.plan.slots);
+        assert!(run(&mut engine, &prompt, &[]) == expected, "{path}");
+    }
+}
