@@ -9,7 +9,7 @@
 //! halting   1 - hits^top_k, of a layer
 //! layer     (wait + done + 0.8 in vain) / done, of as many at once as make it least
 //! brought   half of slots / experts, of what is missing and the processor computes (EXP-GPU-20), else all
-//! token     layers x layer + halting layers x two dispatches
+//! token     layers x layer + halting layers x (two dispatches + 100 us if the processor computes)
 //!           + missed bytes / speed of products + brought bytes / speed of uploads
 //! ```
 //!
@@ -157,6 +157,9 @@ const ROUNDS: usize = 5;
 /// halt, in layers.
 pub(crate) const MOST_LAYERS: usize = 8;
 pub(crate) const IN_VAIN: f64 = 0.8;
+/// Seconds that a layer which halts takes besides, where the processor computes what is missing: its threads sleep when it
+/// does. Fitted to five runs with 16 threads, off by 3 to 12 % (EXP-GPU-20).
+const HALT_S: f64 = 100e-6;
 
 /// Memory that weights are taken of: the backbone's one after the other, experts anywhere.
 struct Cold {
@@ -425,7 +428,8 @@ fn token_s(spec: &ModelSpec, touched: &Touched, rates: &DeviceRates, hit_rate: f
     let halts = layers * (1.0 - pass);
     let missed = layers * top_k * (1.0 - hit_rate) * touched.expert;
     let dispatch_s = rates.token_s / f64::from(rates.dispatches.max(1));
-    layers.mul_add(per_layer * layer_s, halts * 2.0 * dispatch_s) + missed * missed_s
+    let halt_s = 2.0 * dispatch_s + if rates.computes_here { HALT_S } else { 0.0 };
+    layers.mul_add(per_layer * layer_s, halts * halt_s) + missed * missed_s
 }
 
 /// How many layers to hand over at once if each passes with this probability, independently, and handing over costs
