@@ -12,7 +12,7 @@ use std::cell::Cell;
 use common::device::{has_device, on_gpu, run};
 use common::{bits, observe, open, options, write_tiny};
 use smoe_engine::plan::RingSize;
-use smoe_engine::{Control, Engine, EngineError, Session};
+use smoe_engine::{Control, Engine, EngineError, ExpertPath, Session};
 use smoe_testkit::TinyModel;
 
 /// Encodings of experts and backbone, and the largest difference that may be seen, as a part of the largest logit.
@@ -132,6 +132,31 @@ fn steps_are_long_where_experts_are_brought_and_give_the_same_bits() {
     assert_eq!(chunk, 1024, "as long as the context");
     assert!(got == expected, "steps of 1,024 and of 512 differ");
     assert_eq!(chosen(Some(300), few).0, 300, "as it is told");
+}
+
+/// Experts that come in more lots than there are work lists, to a tier that must give some up for others within the step.
+#[test]
+fn a_long_step_whose_experts_come_one_by_one_gives_the_same_bits() {
+    if !has_device() {
+        return;
+    }
+    let mut spec = TinyModel::qwen3(25).spec;
+    spec.moe.n_experts = 40;
+    let model = TinyModel::new(spec, 25);
+    let dir = tempfile::tempdir().unwrap();
+    let vault = write_tiny(dir.path(), &model, "q4/64", "q8/64");
+    let (prompt, further) = (model.prompt(160, 4), model.prompt(2, 5));
+    let base = options(RingSize::Slots(vault.experts.records.len()), 80, 1);
+    let expected = run(&mut open(&vault, &on_gpu(&base, None)), &prompt, &further);
+    let top_k = vault.spec.moe.top_k;
+    for path in [ExpertPath::Staging, ExpertPath::Import] {
+        for slots in [2 * top_k, 12, 16] {
+            let mut options = on_gpu(&options(RingSize::Slots(top_k), 80, 1), Some(slots));
+            (options.device_path, options.readers) = (path, Some(1));
+            let got = run(&mut open(&vault, &options), &prompt, &further);
+            assert!(got == expected, "{path:?}, {slots} slots");
+        }
+    }
 }
 
 #[test]

@@ -167,7 +167,9 @@ impl Chosen {
                 let mut longest = MAX_CHUNK;
                 while longest > DEVICE_CHUNK {
                     let long = up_to(longest, most)?;
-                    if held(&long).is_some_and(|held| held.plane_bytes <= held.budget_bytes / CHUNK_SHARE) {
+                    // Not at the price of positions.
+                    let fits = held(&long).is_some_and(|h| h.plane_bytes <= h.budget_bytes / CHUNK_SHARE);
+                    if fits && long.context == short.context {
                         return Ok(long);
                     }
                     longest /= 2;

@@ -51,6 +51,8 @@ impl KvCache {
 
     /// As [`Self::adopt`] where layers keep states: to the longest beginning that has a snapshot, from memory.
     pub(super) fn adopt_state(&mut self, seq: SeqId, tokens: &[u32]) -> usize {
+        // What was being read lies where the snapshot goes.
+        self.sequences[seq.0 as usize].reading = None;
         self.take_known(seq, tokens);
         let Some(states) = &self.states else { return 0 };
         // After each block that is known: those that go on as the tokens do as far as their snapshots, whether or not
@@ -91,6 +93,7 @@ impl KvCache {
 
     /// A sequence becomes empty.
     pub(super) fn close_state(&mut self, seq: SeqId) {
+        self.sequences[seq.0 as usize].reading = None;
         if let Some(states) = &mut self.states {
             states.go_to(seq, &[], 0);
         }

@@ -509,6 +509,10 @@ impl Backend for GpuBackend {
             ready.drain(..).for_each(|lease| self.flights.hold(lease));
             return Ok(());
         }
+        if self.listed == LISTS {
+            // Now, and not when slots are admitted and what reads them is yet to be recorded: those would pass for read.
+            self.submit();
+        }
         let mut batch = Vec::with_capacity(ready.len());
         for lease in ready.drain(..) {
             let expert = lease.key().expert;
@@ -550,6 +554,7 @@ impl Backend for GpuBackend {
             self.land_all()?;
             self.ring = None;
             self.plan.path = ExpertPath::Staging;
+            self.path_note = Some("memory was short, and the ring was taken back from the device".to_owned());
         }
         Ok(true)
     }
@@ -758,7 +763,7 @@ impl Drop for GpuBackend {
     /// Leases go back when the device reads no more. One that is lost may go on for a moment: what it reads then is of no use
     /// to anyone, and the memory itself stays while it may.
     fn drop(&mut self) {
-        if let Some(latest) = self.flights.latest() {
+        if let Some(latest) = self.flights.latest().filter(|_| self.gpu.check().is_ok()) {
             let _ = self.gpu.wait(latest);
         }
     }

@@ -169,7 +169,8 @@ pub(crate) fn max_chunk(facts: &DeviceFacts, spec: &ModelSpec) -> usize {
     let Widths { projected, queries, outputs } = Widths::of(spec);
     let pairs = spec.moe.top_k * spec.d_model.max(spec.moe.d_expert);
     let mixed = delta::layout(spec).map_or(0, |layout| layout.mixed());
-    let row = 4 * pairs.max(projected).max(queries).max(outputs).max(mixed);
+    let routers = spec.moe_layers().count() * spec.moe.n_experts;
+    let row = 4 * pairs.max(projected).max(queries).max(outputs).max(mixed).max(routers);
     (facts.max_binding.min(facts.max_buffer) as usize / row.max(1)).max(1)
 }
 
