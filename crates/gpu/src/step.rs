@@ -63,7 +63,21 @@ impl Recorded {
 
 /// A step that the device works on.
 #[derive(Clone, Debug)]
-pub struct Submitted(wgpu::SubmissionIndex);
+pub struct Submitted {
+    index: wgpu::SubmissionIndex,
+    /// It was seen to be done.
+    is_done: Arc<AtomicBool>,
+}
+
+impl Submitted {
+    /// What was just handed to `queue`.
+    fn new(queue: &wgpu::Queue, index: wgpu::SubmissionIndex) -> Self {
+        let is_done = Arc::<AtomicBool>::default();
+        let tell = is_done.clone();
+        queue.on_submitted_work_done(move || tell.store(true, Ordering::Release));
+        Self { index, is_done }
+    }
+}
 
 /// A buffer that the host can read, for results of up to its length.
 #[derive(Debug)]
@@ -156,14 +170,11 @@ impl Gpu {
     /// # Errors
     /// If it failed.
     pub fn is_done(&self, submitted: &Submitted) -> Result<bool, GpuError> {
-        let index = Some(submitted.0.clone());
-        let poll = wgpu::PollType::Wait { submission_index: index, timeout: Some(Duration::ZERO) };
-        let is_done = match self.device.poll(poll) {
-            Ok(_) => true,
-            Err(wgpu::PollError::Timeout) => false,
-            Err(e) => return Err(self.lost(e.to_string())),
-        };
-        self.check().map(|()| is_done)
+        // Not by waiting for no time: in wgpu 30.0.2 that fails an assertion if another thread looks at the device meanwhile.
+        if !submitted.is_done.load(Ordering::Acquire) {
+            self.device.poll(wgpu::PollType::Poll).map_err(|e| self.lost(e.to_string()))?;
+        }
+        self.check().map(|()| submitted.is_done.load(Ordering::Acquire))
     }
 
     /// Waits; `is_done` is asked again and again, and told whether the device has nothing left to do.
@@ -177,10 +188,12 @@ impl Gpu {
                 Err(e) => return Err(self.lost(e.to_string())),
             }
         }
-        let index = Some(submitted.0.clone());
+        let index = Some(submitted.index.clone());
         let poll = wgpu::PollType::Wait { submission_index: index, timeout: Some(PATIENCE) };
         self.device.poll(poll).map_err(|e| self.lost(e.to_string()))?;
-        self.check()
+        self.check()?;
+        submitted.is_done.store(true, Ordering::Release);
+        Ok(())
     }
 
     /// A buffer for reading up to `len` bytes back.
@@ -231,7 +244,7 @@ impl Gpu {
 
     /// Hands steps to the device, one after the other, at once.
     pub fn submit(&self, steps: impl IntoIterator<Item = Recorded>) -> Submitted {
-        Submitted(self.queue.submit(steps.into_iter().map(|step| step.commands)))
+        Submitted::new(&self.queue, self.queue.submit(steps.into_iter().map(|step| step.commands)))
     }
 
     /// Copies a slice to the host, waiting for everything before it: for tests and rare paths.
@@ -349,6 +362,6 @@ impl Step {
     #[must_use]
     pub fn submit(mut self) -> Submitted {
         self.pass = None;
-        Submitted(self.queue.submit([self.encoder.finish()]))
+        Submitted::new(&self.queue, self.queue.submit([self.encoder.finish()]))
     }
 }

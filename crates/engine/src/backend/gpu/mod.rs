@@ -32,7 +32,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use smoe_format::ModelSpec;
-use smoe_gpu::{Gpu, Readback, Recorded, Slice, Step, Submitted, WorkList};
+use smoe_gpu::{Gpu, GpuError, Readback, Recorded, Slice, Step, Submitted, WorkList};
 use smoe_kernels::Pool;
 use smoe_meter::TierMeter;
 use smoe_store::Lease;
@@ -181,7 +181,8 @@ impl GpuBackend {
         if let Some(latest) = self.flights.latest() {
             self.gpu.wait(latest)?;
         }
-        self.land();
+        // The device works in the order in which it is handed things.
+        let _ = self.flights.land(|_| Ok::<_, GpuError>(true));
         Ok(())
     }
 
