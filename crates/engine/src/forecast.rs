@@ -158,7 +158,7 @@ const ROUNDS: usize = 5;
 pub(crate) const MOST_LAYERS: usize = 8;
 pub(crate) const IN_VAIN: f64 = 0.8;
 /// Seconds that a layer which halts takes besides, where the processor computes what is missing: its threads sleep when it
-/// does. Fitted to five runs with 16 threads, off by 3 to 12 % (EXP-GPU-20).
+/// does. Fitted to eight runs with 16 threads, seven of which are forecast within 12 % (EXP-GPU-20).
 const HALT_S: f64 = 100e-6;
 
 /// Memory that weights are taken of: the backbone's one after the other, experts anywhere.

@@ -7,6 +7,7 @@ mod common;
 
 use std::sync::{Arc, Mutex, PoisonError};
 
+use common::device::{by, imports, run};
 use common::{bits, open, options, write_tiny};
 use smoe_engine::plan::RingSize;
 use smoe_engine::{Control, DeviceChoice, Engine, EngineError, EngineOptions, ExpertPath, Session, Vault};
@@ -278,5 +279,31 @@ fn a_device_that_fails_while_it_is_opened_is_the_processors_case() {
         let why = if fault == Fault::Lost { "lost at an allocation" } else { "has no room for" };
         assert!(note.starts_with("on the processor: ") && note.contains(why), "{fault:?} at {at}: {note}");
         assert!(info.tier.is_none() && logits(&mut engine, &prompt) == expected, "{fault:?} at {at}");
+    }
+}
+
+#[test]
+fn a_device_that_does_not_import_gets_its_experts_as_ever() {
+    let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+    if !imports() {
+        return;
+    }
+    let gpu = device().unwrap();
+    let model = TinyModel::qwen3(66);
+    let dir = tempfile::tempdir().unwrap();
+    let vault = write_tiny(dir.path(), &model, "q4/64", "q8/64");
+    let base = options(RingSize::Auto, 16, 1);
+    let prompt = model.prompt(20, 1);
+    let top_k = vault.spec.moe.top_k;
+    let expected = run(&mut open(&vault, &by(ExpertPath::Staging, &base, top_k)), &prompt, &[]);
+    for path in [ExpertPath::Auto, ExpertPath::Import, ExpertPath::InPlace] {
+        gpu.fail_at(0, Fault::NoImport);
+        let mut engine = open(&vault, &by(path, &base, top_k));
+        gpu.end_faults();
+        let tier = engine.info().tier.unwrap();
+        assert_eq!(tier.plan.path, ExpertPath::Staging, "{path}");
+        assert!(tier.path_note.unwrap().contains("refuse"), "{path}");
+        assert!(tier.plan.slots.iter().all(|&slots| slots >= top_k), "{path}: {:?}", tier.plan.slots);
+        assert!(run(&mut engine, &prompt, &[]) == expected, "{path}");
     }
 }

@@ -10,33 +10,14 @@ mod common;
 
 use std::cell::Cell;
 
-use common::device::{has_device, on_gpu, run, run_in};
+use common::device::{by, imports, run, run_in};
 use common::{bits, open, options, write_tiny};
 use smoe_engine::plan::RingSize;
-use smoe_engine::{Control, Engine, EngineError, EngineOptions, ExpertPath, Vault};
-use smoe_gpu::{Fault, Gpu, Software};
+use smoe_engine::{Control, Engine, EngineError, ExpertPath, Vault};
 use smoe_meter::TierSnapshot;
 use smoe_testkit::TinyModel;
 
 const PATHS: [ExpertPath; 3] = [ExpertPath::Staging, ExpertPath::Import, ExpertPath::InPlace];
-
-/// Whether there is a device that imports; false, said aloud, if not.
-fn imports() -> bool {
-    has_device()
-        && match Gpu::shared(None, Software::Accept).unwrap().can_import() {
-            Ok(_) => true,
-            Err(why) => {
-                eprintln!("SKIPPED: {why}");
-                false
-            }
-        }
-}
-
-/// Options of a device that experts come to by this way, with so few slots of its own if it has any.
-fn by(path: ExpertPath, base: &EngineOptions, slots: usize) -> EngineOptions {
-    let slots = (path != ExpertPath::InPlace).then_some(slots);
-    EngineOptions { device_path: path, ..on_gpu(base, slots) }
-}
 
 fn counted(engine: &Engine) -> TierSnapshot {
     engine.info().tier.unwrap().meter.snapshot()
@@ -148,30 +129,5 @@ fn a_step_that_is_given_up_leaves_no_expert_behind() {
             assert!(run_in(&mut engine, &mut session, &prompt, &[]) == expected, "{path}, layer {checks}");
             engine.close(session, false);
         }
-    }
-}
-
-#[test]
-fn a_device_that_does_not_import_gets_its_experts_as_ever() {
-    if !imports() {
-        return;
-    }
-    let gpu = Gpu::shared(None, Software::Accept).unwrap();
-    let model = TinyModel::qwen3(66);
-    let dir = tempfile::tempdir().unwrap();
-    let vault = tiny(dir.path(), &model);
-    let base = options(RingSize::Auto, 16, 1);
-    let prompt = model.prompt(20, 1);
-    let top_k = vault.spec.moe.top_k;
-    let expected = run(&mut open(&vault, &by(ExpertPath::Staging, &base, top_k)), &prompt, &[]);
-    for path in [ExpertPath::Auto, ExpertPath::Import, ExpertPath::InPlace] {
-        gpu.fail_at(0, Fault::NoImport);
-        let mut engine = open(&vault, &by(path, &base, top_k));
-        gpu.end_faults();
-        let tier = engine.info().tier.unwrap();
-        assert_eq!(tier.plan.path, ExpertPath::Staging, "{path}");
-        assert!(tier.path_note.unwrap().contains("refuse"), "{path}");
-        assert!(tier.plan.slots.iter().all(|&slots| slots >= top_k), "{path}: {:?}", tier.plan.slots);
-        assert!(run(&mut engine, &prompt, &[]) == expected, "{path}");
     }
 }

@@ -8,7 +8,7 @@ use std::io::ErrorKind;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use common::{bits, greedy, job, open, options, write_tiny};
+use common::{bits, goes_back_to_snapshots, greedy, job, open, options, write_tiny};
 use smoe_engine::memory::MemoryFacts;
 use smoe_engine::plan::{PlanRequest, RingSize};
 use smoe_engine::{
@@ -38,30 +38,7 @@ fn fresh(vault: &Vault, prompt: &[u32]) -> Vec<u32> {
 fn a_session_goes_back_to_a_snapshot_and_computes_the_rest_again() {
     let (_dir, vault, model) = tiny();
     let mut engine = open(&vault, &options(RingSize::Auto, 16, 2));
-    let prompt = model.prompt(100, 1);
-    let mut session = engine.open_session().unwrap();
-    let control = &mut Control::default();
-    engine.sync(&mut session, &prompt, control).unwrap();
-    let expected = bits(session.logits());
-    assert_eq!(expected, fresh(&vault, &prompt));
-    // Again, and again after an answer: from the last edge before the last token.
-    let again = Synced { reused: 96, prefilled: 4 };
-    assert_eq!(engine.sync(&mut session, &prompt, control).unwrap(), again);
-    assert_eq!(bits(session.logits()), expected);
-    for token in model.prompt(7, 2) {
-        engine.decode(&mut session, token, control).unwrap();
-    }
-    assert_eq!(engine.sync(&mut session, &prompt, control).unwrap(), again);
-    assert_eq!(bits(session.logits()), expected);
-    // What grows is gone on with.
-    let longer = [&prompt[..], &model.prompt(20, 4)].concat();
-    assert_eq!(engine.sync(&mut session, &longer, control).unwrap(), Synced { reused: 100, prefilled: 20 });
-    assert_eq!(bits(session.logits()), fresh(&vault, &longer));
-    // Before the first snapshot there is the beginning.
-    let mut other = prompt.clone();
-    other[30] = (other[30] + 1) % vault.spec.vocab_size as u32;
-    assert_eq!(engine.sync(&mut session, &other, control).unwrap().reused, 0);
-    assert_eq!(bits(session.logits()), fresh(&vault, &other));
+    goes_back_to_snapshots(&mut engine, &model, &mut |prompt| fresh(&vault, prompt));
 }
 
 #[test]

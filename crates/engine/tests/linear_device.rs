@@ -8,9 +8,11 @@
 mod common;
 
 use common::device::{has_device, on_gpu, run, run_in};
-use common::{bits, greedy, job, meets_golden, observe, open, options, sculpted, write_tiny};
+use common::{
+    bits, goes_back_to_snapshots, greedy, job, meets_golden, observe, open, options, sculpted, write_tiny,
+};
 use smoe_engine::plan::RingSize;
-use smoe_engine::{Control, Driver, Engine, EngineOptions, Scheduler, SchedulerOptions, Synced, Vault};
+use smoe_engine::{Control, Driver, Engine, EngineOptions, Scheduler, SchedulerOptions, Vault};
 use smoe_sculpt::BackboneBits;
 use smoe_testkit::{Golden, TinyModel};
 use tempfile::TempDir;
@@ -97,29 +99,8 @@ fn a_session_goes_back_to_a_snapshot_on_the_device() {
     }
     let (_dir, vault, model) = tiny(33);
     let mut engine = whole(&vault, &options(RingSize::Auto, 16, 1));
-    let prompt = model.prompt(100, 1);
     let mut fresh = whole(&vault, &options(RingSize::Auto, 64, 1));
-    let mut fresh = |prompt: &[u32]| run(&mut fresh, prompt, &[]);
-    let control = &mut Control::default();
-    let mut session = engine.open_session().unwrap();
-    engine.sync(&mut session, &prompt, control).unwrap();
-    let expected = bits(session.logits());
-    assert_eq!(expected, fresh(&prompt));
-    let again = Synced { reused: 96, prefilled: 4 };
-    assert_eq!(engine.sync(&mut session, &prompt, control).unwrap(), again);
-    assert_eq!(bits(session.logits()), expected);
-    for token in model.prompt(7, 2) {
-        engine.decode(&mut session, token, control).unwrap();
-    }
-    assert_eq!(engine.sync(&mut session, &prompt, control).unwrap(), again);
-    assert_eq!(bits(session.logits()), expected);
-    let longer = [&prompt[..], &model.prompt(20, 4)].concat();
-    assert_eq!(engine.sync(&mut session, &longer, control).unwrap(), Synced { reused: 100, prefilled: 20 });
-    assert_eq!(bits(session.logits()), fresh(&longer));
-    let mut other = prompt.clone();
-    other[30] = (other[30] + 1) % vault.spec.vocab_size as u32;
-    assert_eq!(engine.sync(&mut session, &other, control).unwrap().reused, 0);
-    assert_eq!(bits(session.logits()), fresh(&other));
+    goes_back_to_snapshots(&mut engine, &model, &mut |prompt| run(&mut fresh, prompt, &[]));
 }
 
 #[test]

@@ -228,10 +228,10 @@ impl Chosen {
         let (spec, tables): (_, &[LayerTable]) = (&vault.spec, &vault.experts.layers);
         let exact = options.exact;
         #[cfg(feature = "cuda")]
-        if let Some(card) = self.cuda.take() {
-            let facts = cuda::facts(&card);
-            let (vram, slots, path) = (options.vram, options.device_slots, ExpertPath::Staging);
-            let held = crate::DevicePlan::new(&facts, spec, tables, plan, vram, slots, path)?;
+        if self.cuda.is_some()
+            && let Some(held) = self.held(vault, plan, options)?
+            && let Some(card) = self.cuda.take()
+        {
             let backend = cuda::CudaBackend::new(card, spec, &weights, tables, plan, held)?;
             return Ok(Box::new(backend));
         }

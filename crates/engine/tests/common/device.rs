@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, LazyLock};
 
-use smoe_engine::{Control, DeviceChoice, Engine, EngineOptions, Session};
+use smoe_engine::{Control, DeviceChoice, Engine, EngineOptions, ExpertPath, Session};
 use smoe_gpu::{Gpu, GpuError, Software};
 
 use super::bits;
@@ -20,6 +20,24 @@ pub fn has_device() -> bool {
 
 pub fn on_gpu(options: &EngineOptions, slots: Option<usize>) -> EngineOptions {
     EngineOptions { device: DeviceChoice::Gpu(None), device_slots: slots, ..options.clone() }
+}
+
+/// Whether there is a device that imports; false, said aloud, if not.
+pub fn imports() -> bool {
+    has_device()
+        && match Gpu::shared(None, Software::Accept).unwrap().can_import() {
+            Ok(_) => true,
+            Err(why) => {
+                eprintln!("SKIPPED: {why}");
+                false
+            }
+        }
+}
+
+/// Options of a device that experts come to by this way, with so few slots of its own if it has any.
+pub fn by(path: ExpertPath, base: &EngineOptions, slots: usize) -> EngineOptions {
+    let slots = (path != ExpertPath::InPlace).then_some(slots);
+    EngineOptions { device_path: path, ..on_gpu(base, slots) }
 }
 
 /// Logits of a session after the prompt and after each further token.

@@ -13,12 +13,12 @@ use std::sync::{Arc, Mutex};
 
 use smoe_engine::plan::{PlanRequest, RingSize};
 use smoe_engine::{
-    Control, Ended, Engine, EngineOptions, Event, Job, Limits, Observer, Sampler, Sampling, Vault,
+    Control, Ended, Engine, EngineOptions, Event, Job, Limits, Observer, Sampler, Sampling, Synced, Vault,
 };
 use smoe_format::ModelSpec;
 use smoe_sculpt::{BackboneBits, Progress, Recipe, Settings, sculpt};
 use smoe_testkit::fixtures::fixture;
-use smoe_testkit::{Golden, compare, compare_greedy};
+use smoe_testkit::{Golden, TinyModel, compare, compare_greedy};
 use tempfile::TempDir;
 
 struct Quiet;
@@ -63,6 +63,39 @@ pub fn options(ring: RingSize, chunk: usize, threads: usize) -> EngineOptions {
 
 pub fn open(vault: &Vault, options: &EngineOptions) -> Engine {
     Engine::open(vault, options).unwrap()
+}
+
+/// A session of a model with linear attention goes back, in steps of 16: to the last edge before the last token, and to
+/// nothing else; `fresh` gives a prompt's logits, computed from nothing.
+pub fn goes_back_to_snapshots(
+    engine: &mut Engine,
+    model: &TinyModel,
+    fresh: &mut dyn FnMut(&[u32]) -> Vec<u32>,
+) {
+    let prompt = model.prompt(100, 1);
+    let mut session = engine.open_session().unwrap();
+    let control = &mut Control::default();
+    engine.sync(&mut session, &prompt, control).unwrap();
+    let expected = bits(session.logits());
+    assert_eq!(expected, fresh(&prompt));
+    // Again, and again after an answer: from the last edge before the last token.
+    let again = Synced { reused: 96, prefilled: 4 };
+    assert_eq!(engine.sync(&mut session, &prompt, control).unwrap(), again);
+    assert_eq!(bits(session.logits()), expected);
+    for token in model.prompt(7, 2) {
+        engine.decode(&mut session, token, control).unwrap();
+    }
+    assert_eq!(engine.sync(&mut session, &prompt, control).unwrap(), again);
+    assert_eq!(bits(session.logits()), expected);
+    // What grows is gone on with.
+    let longer = [&prompt[..], &model.prompt(20, 4)].concat();
+    assert_eq!(engine.sync(&mut session, &longer, control).unwrap(), Synced { reused: 100, prefilled: 20 });
+    assert_eq!(bits(session.logits()), fresh(&longer));
+    // Before the first snapshot there is the beginning.
+    let mut other = prompt.clone();
+    other[30] = (other[30] + 1) % model.spec.vocab_size as u32;
+    assert_eq!(engine.sync(&mut session, &other, control).unwrap().reused, 0);
+    assert_eq!(bits(session.logits()), fresh(&other));
 }
 
 /// What a job's sink heard.
@@ -199,7 +232,7 @@ pub fn bits(values: &[f32]) -> Vec<u32> {
 }
 
 /// `experts` is one encoding for gate, up and down, or three, as `bf16,q8/64,mxfp4/32`.
-pub fn write_tiny(dir: &Path, model: &smoe_testkit::TinyModel, experts: &str, backbone: &str) -> Vault {
+pub fn write_tiny(dir: &Path, model: &TinyModel, experts: &str, backbone: &str) -> Vault {
     let kinds: Vec<smoe_format::Encoding> = experts.split(',').map(smoe_testkit::vault::encoding).collect();
     let kind = |i: usize| kinds[i.min(kinds.len() - 1)];
     model.write_vault(dir, [kind(0), kind(1), kind(2)], backbone.parse().unwrap());

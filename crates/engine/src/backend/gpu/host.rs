@@ -6,13 +6,13 @@
 //! theirs. Coded products have the same bits on both. To the device goes what has been used more, of late, than
 //! what it would give up ([`MARGIN`]). EXP-GPU-20.
 
+use smoe_format::ModelSpec;
 use smoe_format::expert_file::LayerTable;
 use smoe_format::spec::Activation;
-use smoe_format::{ModelSpec, Uniform};
 use smoe_kernels::{ExpertBias, ExpertScratch, Kernels, Pool, expert_ffn};
 use smoe_store::Lease;
 
-use crate::backend::cpu::{CALL_EXPERTS, expert_call};
+use crate::backend::cpu::{CALL_EXPERTS, expert_call, groups};
 use crate::backend::input::Plane;
 use crate::routes::Routes;
 use crate::weights::{LayerFfn, Weights};
@@ -47,13 +47,11 @@ impl HostExperts {
         kernels: Kernels,
         few: usize,
     ) -> Option<Self> {
-        let tiles = || tables.iter().flat_map(|table| &table.tensors).map(|tensor| tensor.encoding.tiles());
-        if tables.is_empty() || tiles().any(|tiles| tiles.is_none()) {
+        let mut tensors = tables.iter().flat_map(|table| &table.tensors);
+        if tables.is_empty() || tensors.any(|tensor| tensor.encoding.is_float()) {
             return None;
         }
-        let mut groups: Vec<usize> = tiles().flatten().map(Uniform::group).collect();
-        groups.sort_unstable();
-        groups.dedup();
+        let groups = groups(std::iter::empty(), tables);
         let biases = spec.moe_layers().map(|layer| match &weights.layers[layer].ffn {
             LayerFfn::Moe { biases: Some(tensors), .. } => Some(tensors.each_ref().map(|tensor| {
                 let mut values = vec![0.0; tensor.rows * tensor.cols];
@@ -80,7 +78,7 @@ impl HostExperts {
         self.input.fill(tokens * self.d_model)
     }
 
-    /// Computes experts of the `index`-th MoE layer, [`CALL_EXPERTS`] at most: calls `take(pair, output)` for each of their
+    /// Computes experts of the `index`-th MoE layer, [`CALL_EXPERTS`] at a time: calls `take(pair, output)` for each of their
     /// (token, expert) pairs.
     pub(super) fn compute(
         &mut self,

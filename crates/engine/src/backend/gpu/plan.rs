@@ -83,41 +83,27 @@ impl DevicePlan {
             );
             return Err(EngineError::Unsupported { what });
         }
-        if in_place {
-            // A kernel addresses a layer's slots, if all are there; else a segment of the ring.
-            let stride = plan.slot_bytes.next_multiple_of(PAGE as u64);
-            let whole = |t: &LayerTable| u64::from(t.n_experts).saturating_mul(stride) <= most;
-            let slots =
-                tables.iter().map(|t| if plan.holds_all() && whole(t) { t.n_experts as usize } else { 0 });
-            return Ok(Self {
-                device: facts.name.clone(),
-                budget_bytes,
-                backbone_bytes,
-                kv_bytes,
-                state_bytes,
-                snapshots,
-                plane_bytes,
-                path,
-                slots: slots.collect(),
-                expert_bytes: 0,
-                n_experts: tables.iter().map(|t| t.n_experts as usize).sum(),
-            });
-        }
-        let slots: Vec<usize> = tables
-            .iter()
-            .map(|table| {
-                let slots = (each.min(most) / table.record_len.max(1) as u64) as usize;
-                slots.min(table.n_experts as usize).min(most_slots.unwrap_or(usize::MAX))
-            })
-            .collect();
+        // In place a kernel addresses a layer's slots of the ring, if all are there; else a segment of it.
+        let stride = plan.slot_bytes.next_multiple_of(PAGE as u64);
+        let slots_of = |table: &LayerTable| {
+            let n_experts = table.n_experts as usize;
+            if in_place {
+                let whole = (n_experts as u64).saturating_mul(stride) <= most;
+                return if plan.holds_all() && whole { n_experts } else { 0 };
+            }
+            let slots = (each.min(most) / table.record_len.max(1) as u64) as usize;
+            slots.min(n_experts).min(most_slots.unwrap_or(usize::MAX))
+        };
+        let slots: Vec<usize> = tables.iter().map(slots_of).collect();
         let pairs = slots.iter().zip(tables);
-        if let Some((slots, table)) = pairs.clone().find(|(slots, _)| **slots < top_k) {
+        if let Some((slots, table)) = pairs.clone().find(|(slots, _)| !in_place && **slots < top_k) {
             let what = format!(
                 "{} addresses {most} bytes at once: {slots} experts of layer {}, {top_k} are needed",
                 facts.name, table.layer
             );
             return Err(EngineError::Unsupported { what });
         }
+        let expert_bytes = pairs.map(|(slots, table)| (slots * table.record_len) as u64).sum();
         Ok(Self {
             device: facts.name.clone(),
             budget_bytes,
@@ -127,7 +113,7 @@ impl DevicePlan {
             snapshots,
             plane_bytes,
             path,
-            expert_bytes: pairs.map(|(slots, table)| (slots * table.record_len) as u64).sum(),
+            expert_bytes: if in_place { 0 } else { expert_bytes },
             n_experts: tables.iter().map(|t| t.n_experts as usize).sum(),
             slots,
         })
