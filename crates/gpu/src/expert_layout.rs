@@ -4,8 +4,8 @@ use smoe_format::expert_file::{LayerTable, TensorEntry};
 use smoe_format::spec::Activation;
 use smoe_format::{Encoding, Uniform};
 
-use crate::Slice;
 use crate::norm::demand;
+use crate::{Slice, WorkList};
 
 /// How the experts of a layer lie in slots, and what they make of their products.
 #[derive(Clone, Debug)]
@@ -16,6 +16,7 @@ pub struct ExpertLayout {
     n_experts: usize,
     activation: Activation,
     biases: Option<Slice>,
+    is_far: bool,
 }
 
 impl ExpertLayout {
@@ -26,11 +27,7 @@ impl ExpertLayout {
     #[must_use]
     pub fn new(table: &LayerTable, slot_bytes: u64) -> Self {
         let [gate, up, down] = table.tensors;
-        assert!(
-            slot_bytes >= table.used_bytes() as u64 && slot_bytes.is_multiple_of(64),
-            "slots of {slot_bytes} bytes for {}",
-            table.used_bytes()
-        );
+        assert_slots_fit(slot_bytes, table.used_bytes());
         assert!(
             (gate.rows, gate.cols) == (up.rows, up.cols)
                 && (down.rows, down.cols) == (gate.cols, gate.rows)
@@ -39,7 +36,23 @@ impl ExpertLayout {
             "an FFN of {gate:?}, {up:?}, {down:?}"
         );
         let (tensors, n_experts) = (table.tensors, table.n_experts as usize);
-        Self { tensors, slot_bytes, n_experts, activation: Activation::SwiGlu, biases: None }
+        Self { tensors, slot_bytes, n_experts, activation: Activation::SwiGlu, biases: None, is_far: false }
+    }
+
+    /// The same in slots `slot_bytes` apart of a second memory: a list's entries are theirs whose slots are
+    /// [`WorkList::FAR`] and more.
+    ///
+    /// # Panics
+    /// As [`Self::new`].
+    #[must_use]
+    pub fn far(&self, slot_bytes: u64) -> Self {
+        assert_slots_fit(slot_bytes, self.tensors.iter().map(|t| t.offset + t.len).max().unwrap_or(0));
+        Self { slot_bytes, is_far: true, ..self.clone() }
+    }
+
+    /// What slots of this memory have besides their number.
+    pub(crate) const fn side(&self) -> u32 {
+        if self.is_far { WorkList::FAR } else { 0 }
     }
 
     /// With another activation.
@@ -141,4 +154,11 @@ impl ExpertLayout {
         };
         [&constants, include_str!("wgsl/exp.wgsl"), function].concat()
     }
+}
+
+fn assert_slots_fit(slot_bytes: u64, used: usize) {
+    assert!(
+        slot_bytes >= used as u64 && slot_bytes.is_multiple_of(64),
+        "slots of {slot_bytes} bytes for {used}"
+    );
 }

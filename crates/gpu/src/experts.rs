@@ -158,6 +158,7 @@ impl GateUp {
                     ("PART", part),
                     ("TOP_K", list.top_k as u32),
                     ("LIST", 3),
+                    ("SIDE", layout.side()),
                 ]);
                 let own = [GATE_UP_HIDDEN, include_str!("wgsl/experts_gate_up.wgsl")];
                 let parts = [QUANTISE, &core, LIST, &bias, &glu, own[0], own[1]];
@@ -183,6 +184,7 @@ impl GateUp {
                     ("PART", part_of_many),
                     ("TOP_K", list.top_k as u32),
                     ("LIST", 3),
+                    ("SIDE", layout.side()),
                     ("KEPT", kept),
                 ]);
                 let own = [GATE_UP_HIDDEN, include_str!("wgsl/experts_gate_up_tiled.wgsl"), &rounds];
@@ -207,7 +209,7 @@ impl GateUp {
                 let tuning = tuning.unwrap_or_else(|| Tuning::of_either(gpu, encoding, all, groups));
                 let cut = Cut::new(gpu, uniform, 1, tuning);
                 let (mut constants, core) = cut.core(encoding, 1, groups, Repeated::on(gpu)?);
-                constants.extend([("GROUP", 64), ("TEAM", 4), ("LIST", 3)]);
+                constants.extend([("GROUP", 64), ("TEAM", 4), ("LIST", 3), ("SIDE", layout.side())]);
                 let own = include_str!("wgsl/experts_gate_up_lone.wgsl");
                 let parts = [QUANTISE, &core, LIST, &bias, &glu, own];
                 let kernel = gpu.kernel(&Shader {

@@ -97,6 +97,7 @@ impl Projection {
         let (at, slot) = (tensor.offset as u64, layout.slot_bytes);
         let top_k = if matches!(rows, Rows::Tokens) { list.top_k as u32 } else { 0 };
         let by_pair = ("BY_PAIR", u32::from(matches!(rows, Rows::Places)));
+        let side = ("SIDE", layout.side());
         assert_plane(out, list.most_pairs(), tensor.rows);
         let words = [tensor.rows as u32, 0, 0, ExpertLayout::piece(at), ExpertLayout::piece(slot)];
         match (tensor.encoding, x) {
@@ -118,7 +119,7 @@ impl Projection {
                             (Cut::new(gpu, uniform, pass, tuning), vec![slots, &x.codes, &x.cells], "")
                         };
                         let at = operands.len() as u32;
-                        let extra = [("LIST", at), ("OUT", at + 2), ("TOP_K", top_k), by_pair];
+                        let extra = [("LIST", at), ("OUT", at + 2), ("TOP_K", top_k), by_pair, side];
                         let Tail { bias, accesses, buffers } =
                             Tail::new(layout, projection, operands, list, out);
                         let parts = [own, LIST, PRODUCT, &bias, CODED];
@@ -134,7 +135,7 @@ impl Projection {
                     .filter_map(|tiling| Tiled::new(gpu, encoding, *tiling).filter(|_| list.can_be_of_many()))
                     .map(|tiled| {
                         let (mut constants, core) = tiled.core(repeated);
-                        constants.extend([("LIST", 3), ("OUT", 5), ("TOP_K", top_k), by_pair]);
+                        constants.extend([("LIST", 3), ("OUT", 5), ("TOP_K", top_k), by_pair, side]);
                         let operands = vec![slots, &x.codes, &x.cells];
                         let Tail { bias, accesses, buffers } =
                             Tail::new(layout, projection, operands, list, out);
@@ -153,7 +154,7 @@ impl Projection {
             }
             (Encoding::F32 | Encoding::F16 | Encoding::Bf16, X::Float(x)) => {
                 let cut = FloatCut::new(tensor.rows * TIMES);
-                let extra = [("LIST", 2), ("OUT", 4), ("TOP_K", top_k), by_pair];
+                let extra = [("LIST", 2), ("OUT", 4), ("TOP_K", top_k), by_pair, side];
                 let Tail { bias, accesses, buffers } =
                     Tail::new(layout, projection, vec![slots, x], list, out);
                 let parts = [LIST, PRODUCT, &bias, FLOAT];

@@ -1,7 +1,8 @@
 // The work list of a layer's experts: entries of (slot, first, count, expert), whose pairs are
 // `pairs[first .. first + count]`, a pair being token * top_k + j.
 //
-// Needs: consts TOKENS, LIST (its binding; the pairs are the next).
+// Needs: consts TOKENS, LIST (its binding; the pairs are the next), SIDE (what the slots of this kernel's memory have in their highest
+// bit: others' entries, and those of nobody, are skipped).
 
 @group(0) @binding(LIST) var<storage, read> list: array<vec4<u32>>;
 @group(0) @binding(LIST + 1u) var<storage, read> pairs: array<u32>;
@@ -20,8 +21,9 @@ fn entry(i: u32, part: u32) -> Entry {
     // Entries of fewer tokens than eight have no parts.
     let skipped = select(part * TOKENS, 0u, TOKENS < 8u);
     let is_one = i < number && e.z > skipped;
-    let count = select(0u, min(e.z - skipped, TOKENS), is_one && e.x != 0xffffffffu);
-    return Entry(e.x, select(0u, e.y + skipped, is_one), count);
+    let slot = e.x ^ SIDE;
+    let count = select(0u, min(e.z - skipped, TOKENS), is_one && slot < 0x7fffffffu);
+    return Entry(slot, select(0u, e.y + skipped, is_one), count);
 }
 
 // The pair of one of an entry's tokens; of those past its end, that of its last.

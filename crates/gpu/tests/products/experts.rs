@@ -120,12 +120,12 @@ impl Layer {
     }
 
     /// The same, and those of many tokens.
-    fn check_cut(
+    fn check_cut<'a>(
         &self,
         gpu: &Gpu,
         tokens: usize,
         top_k: usize,
-        experts: &[(u32, Vec<u32>)],
+        experts: &'a [(u32, Vec<u32>)],
         random: &mut Random,
         spoil: impl Fn(&mut Vec<f32>),
         (tuning, tiling): (Option<Tuning>, Option<Tiling>),
@@ -139,11 +139,7 @@ impl Layer {
         let planes: Vec<&CodedPlane> = planes.iter().collect();
         let x_float = plane(gpu, &x);
         let input = ExpertInput { coded: &planes, float: Some(&x_float) };
-        let slots = upload(gpu, &self.slots);
         let list = WorkList::new(gpu, &self.layout, tokens, top_k).unwrap();
-        let entries: Vec<(u32, u32, &[u32])> =
-            experts.iter().enumerate().map(|(i, (slot, pairs))| (*slot, i as u32, &pairs[..])).collect();
-        list.write(gpu, tokens, &entries);
         let hidden = Hidden::new(gpu, &self.layout, list.most_pairs()).unwrap();
         let poison = 0x7fc0_1234u32;
         let y = upload(gpu, &poison.to_le_bytes().repeat(list.most_pairs() * d_model));
@@ -151,17 +147,56 @@ impl Layer {
             Some(biases) => &self.layout.clone().biased(plane(gpu, biases)),
             None => &self.layout,
         };
-        let gate_up = GateUp::tuned(gpu, layout, &slots, &list, &input, &hidden, tuning, tiling).unwrap();
-        let down = Down::tuned(gpu, layout, &slots, &list, &hidden, &y, tuning, tiling).unwrap();
+        // Of a few tokens every second expert of the list lies in a second memory, whose slots are further apart.
+        let is_far = |i: usize| tokens <= 8 && i % 2 == 1 && experts[i].0 != WorkList::ABSENT;
+        let entry = |(i, (slot, pairs)): (usize, &'a (u32, Vec<u32>))| {
+            (*slot + if is_far(i) { WorkList::FAR } else { 0 }, i as u32, &pairs[..])
+        };
+        list.write(gpu, tokens, &experts.iter().enumerate().map(entry).collect::<Vec<_>>());
+        let far_bytes = self.slot_bytes + 192;
+        let (mut near, mut far) = (self.slots.clone(), Vec::new());
+        for (slot, bytes) in near.chunks_exact_mut(self.slot_bytes).enumerate() {
+            far.extend_from_slice(bytes);
+            far.resize((slot + 1) * far_bytes, 0xff);
+            if experts.iter().enumerate().any(|(i, of)| is_far(i) && of.0 as usize == slot) {
+                bytes.fill(0xff);
+            }
+        }
+        let mut memories = vec![(layout.clone(), upload(gpu, &near))];
+        if tokens <= 8 {
+            memories.push((layout.far(far_bytes as u64), upload(gpu, &far)));
+        }
+        let ops: Vec<_> = memories
+            .iter()
+            .map(|(layout, slots)| {
+                let gate_up =
+                    GateUp::tuned(gpu, layout, slots, &list, &input, &hidden, tuning, tiling).unwrap();
+                let down = Down::tuned(gpu, layout, slots, &list, &hidden, &y, tuning, tiling).unwrap();
+                (gate_up, down)
+            })
+            .collect();
         // Again, as each must leave everything ready for the next time.
         for _ in 0..2 {
             run(gpu, |step| {
-                gate_up.record(step, tokens);
-                down.record(step, tokens);
+                ops.iter().for_each(|(gate_up, _)| gate_up.record(step, tokens));
+                ops.iter().for_each(|(_, down)| down.record(step, tokens));
             });
         }
-        let found = floats(gpu, &y);
-        let mut seen = vec![false; list.most_pairs()];
+        self.check_rows(&floats(gpu, &y), (tokens, top_k), experts, &x, all_coded, poison);
+    }
+
+    /// Checks every row of what was made of `experts`.
+    fn check_rows(
+        &self,
+        found: &[f32],
+        (tokens, top_k): (usize, usize),
+        experts: &[(u32, Vec<u32>)],
+        x: &[f32],
+        all_coded: bool,
+        poison: u32,
+    ) {
+        let d_model = self.layout.d_model();
+        let mut seen = vec![false; tokens * top_k];
         for (expert, (slot, pairs)) in
             experts.iter().enumerate().filter(|(_, (slot, _))| *slot != WorkList::ABSENT)
         {
