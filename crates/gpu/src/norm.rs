@@ -16,8 +16,6 @@ const NORM: &str = concat!(include_str!("wgsl/norm_row.wgsl"), include_str!("wgs
 pub(crate) const NORM_ROW: &str = include_str!("wgsl/norm_row.wgsl");
 const EMBED: &str = include_str!("wgsl/norm_embed.wgsl");
 
-/// Storage buffers that every device binds at once.
-const BINDINGS: usize = 8;
 /// Vectors of four values that a lane keeps in registers at most.
 const HELD: usize = 64;
 
@@ -340,7 +338,7 @@ impl NormCut {
 /// `out = weight * (hidden[t] * inv)`, `inv = 1 / sqrt(dot(hidden[t], hidden[t]) / d + eps)`.
 ///
 /// The sum and its addition have the CPU's bits; the sum of squares has an order of its own. One dispatch, and another one per int8 plane after the first (or from the first on, if a shared
-/// expert, chosen rows and both kinds of outputs are more than a kernel can bind).
+/// expert with a gate and both kinds of outputs are more than the device binds).
 #[derive(Clone, Debug)]
 pub struct MixNorm {
     op: Op,
@@ -415,7 +413,7 @@ impl MixNorm {
             + usize::from(rows.is_some())
             + usize::from(plane.is_some())
             + usize::from(halt.is_some_and(|halt| !beside(&halt)));
-        let fused = coded.first().filter(|_| bound + 2 <= BINDINGS);
+        let fused = coded.first().filter(|_| bound + 2 <= gpu.most_bindings());
         let rest = &coded[usize::from(fused.is_some())..];
         assert!(plane.is_some() || rest.is_empty(), "several int8 planes need the f32 plane");
         // Sums have the order of the first int8 plane's groups, whoever makes it: so have a lone token's kernels.
