@@ -5,6 +5,7 @@
 use smoe_format::tile::ROWS;
 use smoe_format::{Encoding, Uniform};
 
+use crate::beside::Launch;
 use crate::cut::{Cut, OWN_ROW, Tuning, can_own};
 use crate::quantise::{GRID, QUANTISE, Repeated, assert_plane, source, text, tile_constants};
 use crate::tiling::{Tiled, Tiling};
@@ -119,6 +120,8 @@ pub(crate) fn pass_of(tokens: usize) -> usize {
 pub(crate) struct CodedOp {
     pub(crate) op: Op,
     pub(crate) blocks: u32,
+    /// Bytes that a workgroup shares.
+    pub(crate) shared: u32,
 }
 
 impl CodedOp {
@@ -147,7 +150,7 @@ impl CodedOp {
         all.extend_from_slice(accesses);
         let source = source(gpu, &constants, &texts)?.into();
         let kernel = gpu.kernel(&Shader { name, source, bindings: &all })?;
-        Ok(Self { op: gpu.bind(&kernel, buffers)?, blocks })
+        Ok(Self { op: gpu.bind(&kernel, buffers)?, blocks, shared: cut.shared(encoding, groups) })
     }
 }
 
@@ -333,11 +336,22 @@ impl CodedMatmul {
             return step.run(op, &words.map(|word| word as u32), grid);
         }
         let pass = pass_of(tokens);
-        let CodedOp { op, blocks } = &self.passes[pass];
-        let words = [self.rows, self.groups, *blocks as usize, tokens, self.stride, self.offset];
-        let runs = self.rows.div_ceil(ROWS).div_ceil(*blocks as usize) as u32;
-        let grid = [runs, (tokens as u32).div_ceil(PASSES[pass]), 1];
-        step.run(op, &words.map(|word| word as u32), grid);
+        let (op, words, runs) = self.pass(pass, tokens);
+        step.run(&op.op, &words, [runs, (tokens as u32).div_ceil(PASSES[pass]), 1]);
+    }
+
+    /// A pass, its immediates and its runs of rows.
+    fn pass(&self, pass: usize, tokens: usize) -> (&CodedOp, [u32; 6], u32) {
+        let op = &self.passes[pass];
+        let words = [self.rows, self.groups, op.blocks as usize, tokens, self.stride, self.offset];
+        let runs = self.rows.div_ceil(ROWS).div_ceil(op.blocks as usize) as u32;
+        (op, words.map(|word| word as u32), runs)
+    }
+
+    /// Of one token.
+    pub(crate) fn launch(&self) -> Launch<'_> {
+        let (op, words, runs) = self.pass(0, 1);
+        Launch { op: &op.op, words: words.to_vec(), grid: [runs, 1], shared: op.shared }
     }
 }
 
@@ -368,7 +382,7 @@ impl OwnMatmul {
         assert!(rows.div_ceil(ROWS) <= GRID, "the grid");
         let groups = uniform.groups(cols);
         let tuning = Tuning::of(gpu, weights.encoding, rows.div_ceil(ROWS), groups, 1);
-        let CodedOp { op, blocks } = CodedOp::new(
+        let CodedOp { op, blocks, .. } = CodedOp::new(
             gpu,
             "coded product of a row",
             weights.encoding,

@@ -27,7 +27,6 @@ pub struct CompileTimes {
 /// A kernel to be compiled. Whatever becomes of it, its kernel is told.
 pub(crate) struct Job {
     pub(crate) kernel: Arc<Kernel>,
-    pub(crate) source: Arc<str>,
     pub(crate) layout: wgpu::PipelineLayout,
 }
 
@@ -144,7 +143,7 @@ impl Shared {
             let name = Some(job.kernel.name());
             let desc = wgpu::ShaderModuleDescriptor {
                 label: name,
-                source: wgpu::ShaderSource::Wgsl((*job.source).into()),
+                source: wgpu::ShaderSource::Wgsl((*job.kernel.source).into()),
             };
             let start = Instant::now();
             // SAFETY: indices stay within the bindings, whose lengths the launchers check; loops end.

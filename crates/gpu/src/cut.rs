@@ -3,8 +3,9 @@
 use smoe_format::tile::ROWS;
 use smoe_format::{Encoding, Uniform, Zero};
 
-use crate::Gpu;
+use crate::experts::TIMES;
 use crate::quantise::{QUANTISE, Repeated, levels, tile_constants};
+use crate::{ExpertLayout, Gpu, Weights};
 
 /// Bytes of what a workgroup shares that are not for slots: arrays that are empty have an element.
 const SPARE: u32 = 64;
@@ -92,6 +93,43 @@ impl Tuning {
             };
         }
         Self { threads: 128, lanes: Lanes::Four }
+    }
+
+    /// For one token's product with these weights.
+    pub(crate) fn of_product(gpu: &Gpu, weights: &Weights) -> Self {
+        let groups = weights.encoding().tiles().map_or(0, |tiles| tiles.groups(weights.cols()));
+        Self::of(gpu, weights.encoding(), weights.rows().div_ceil(ROWS), groups, 1)
+    }
+
+    /// For a lone token's gates and ups, and downs, of two kinds of experts in a dispatch: what the first kind takes by itself, 32 lanes a tile
+    /// if either kind's can, as the other's four lanes do in a workgroup of any size. None where one kernel does not make gate and up.
+    pub(crate) fn of_lone_experts(gpu: &Gpu, layouts: [&ExpertLayout; 2]) -> Option<[Self; 2]> {
+        let mut all = [None; 2];
+        for layout in layouts {
+            let (encoding, uniform, _) = layout.fused()?;
+            let (down, tiles) = (layout.tensors[2].encoding, layout.tiles(2)?);
+            let blocks = |rows: usize| rows.div_ceil(ROWS) * TIMES;
+            let own = [
+                Self::of_either(
+                    gpu,
+                    encoding,
+                    2 * blocks(layout.d_expert()),
+                    uniform.groups(layout.d_model()),
+                ),
+                Self::of_lone_down(gpu, down, blocks(layout.d_model()), tiles.groups(layout.d_expert())),
+            ];
+            for (best, own) in all.iter_mut().zip(own) {
+                *best = best
+                    .filter(|best: &Self| best.lanes != Lanes::Four || own.lanes == Lanes::Four)
+                    .or(Some(own));
+            }
+        }
+        all[0].zip(all[1]).map(|(first, second)| [first, second])
+    }
+
+    /// In workgroups of so many threads at least.
+    pub(crate) fn in_workgroups_of(self, threads: u32) -> Self {
+        Self { threads: self.threads.max(threads), ..self }
     }
 
     /// Of one token, 32 lanes a tile: what was fastest or nearly so for eight shapes (EXP-GPU-08).
@@ -198,6 +236,11 @@ impl Own {
 /// The share of what a workgroup may share that such a row may take.
 const OWN_SHARE: u32 = 4;
 
+/// Bytes of a slot: integers and a cell a token; scales, minima.
+fn slot_bytes(pass: u32, is_affine: bool) -> u32 {
+    pass * (4 * ROWS as u32 + 8) + (1 + u32::from(is_affine)) * 2 * ROWS as u32
+}
+
 /// Whether workgroups can quantise a row of so many columns themselves.
 pub(crate) fn can_own(gpu: &Gpu, uniform: Uniform, cols: usize) -> bool {
     let bytes = uniform.groups(cols) * (uniform.group() + 8);
@@ -240,12 +283,9 @@ impl Cut {
     }
 
     fn over(gpu: &Gpu, uniform: Uniform, pass: u32, threads: u32, lanes: Lanes, operand: Operand) -> Self {
-        let affine = u32::from(uniform.zero() == Zero::Affine);
         let played = !gpu.has_wide_subgroups();
         let room = gpu.shared_bytes() - SPARE - operand.bytes();
-        // Integers and a cell a token; scales, minima.
-        let slot = pass * (4 * ROWS as u32 + 8) + (1 + affine) * 2 * ROWS as u32;
-        let slots = (threads / 4).min(room / slot);
+        let slots = (threads / 4).min(room / slot_bytes(pass, uniform.zero() == Zero::Affine));
         let room = gpu.wide_shared_bytes() - SPARE - operand.bytes();
         Self { pass, threads, lanes, played, room, slots, operand }
     }
@@ -257,13 +297,29 @@ impl Cut {
 
     /// Tiles that 32 lanes have on their way, if they share each.
     fn wide(self, encoding: Encoding, groups: usize) -> Option<u32> {
-        let bytes = groups as u32 * GROUP_TERMS + if self.played { 16 * self.threads } else { 0 };
         match self.lanes {
-            Lanes::Wide(ahead) if can_widen(encoding) && bytes <= self.room => {
+            Lanes::Wide(ahead) if can_widen(encoding) && self.wide_bytes(groups) <= self.room => {
                 Some(ahead.min((groups as u32).div_ceil(self.threads / WIDE)))
             }
             _ => None,
         }
+    }
+
+    /// Bytes that a workgroup shares.
+    pub(crate) fn shared(self, encoding: Encoding, groups: usize) -> u32 {
+        let of_tiles = match self.wide(encoding, groups) {
+            Some(_) => self.wide_bytes(groups),
+            None => {
+                let tiles = encoding.tiles();
+                self.slots * slot_bytes(self.pass, tiles.is_some_and(|tiles| tiles.zero() == Zero::Affine))
+            }
+        };
+        SPARE + self.operand.bytes() + of_tiles
+    }
+
+    /// The same for tiles that 32 lanes share.
+    fn wide_bytes(self, groups: usize) -> u32 {
+        groups as u32 * GROUP_TERMS + if self.played { 16 * self.threads } else { 0 }
     }
 
     /// Most blocks of rows that a workgroup can take.

@@ -74,8 +74,8 @@ pub enum Fault {
 
 /// What the kernels cannot do without.
 const NEEDED: wgpu::Features = wgpu::Features::SUBGROUP.union(wgpu::Features::IMMEDIATES);
-/// Bytes of immediates: sixteen words.
-pub(crate) const IMMEDIATES: u32 = 64;
+/// Bytes of immediates, as many as Vulkan promises: 32 words.
+pub(crate) const IMMEDIATES: u32 = 128;
 /// Storage buffers of a kernel.
 const BINDINGS: u32 = 8;
 /// Threads of a workgroup, and bytes that they share.

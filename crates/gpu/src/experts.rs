@@ -8,6 +8,7 @@
 use smoe_format::tile::ROWS;
 use smoe_format::{Encoding, Uniform};
 
+use crate::beside::Launch;
 use crate::coded::{PASSES, pass_of, passes};
 use crate::cut::{Cut, Tuning, can_own};
 use crate::hidden::LONE_PAIRS;
@@ -53,11 +54,20 @@ pub struct GateUp {
     how: How,
 }
 
+/// What is for one token.
+#[derive(Clone, Debug)]
+struct LoneOp {
+    op: Op,
+    words: [u32; 5],
+    /// Bytes that a workgroup shares.
+    shared: u32,
+}
+
 #[derive(Clone, Debug)]
 enum How {
     /// `lone` is for one token, with words of its own.
     Fused {
-        lone: Option<(Op, [u32; 5])>,
+        lone: Option<LoneOp>,
         passes: Vec<Op>,
         /// With the blocks of a part.
         many: Option<(Op, Tiling, u32)>,
@@ -217,7 +227,9 @@ impl GateUp {
                     source: source(gpu, &constants, &parts)?.into(),
                     bindings: &bindings,
                 })?;
-                Some((gpu.bind(&kernel, &buffers(values, post))?, [rows, groups as u32, gate, up, slot]))
+                let op = gpu.bind(&kernel, &buffers(values, post))?;
+                let words = [rows, groups as u32, gate, up, slot];
+                Some(LoneOp { op, words, shared: cut.shared(encoding, groups) })
             }
             _ => None,
         };
@@ -273,6 +285,15 @@ impl GateUp {
         Ok(How::Apart { gate, up, hidden, words: [cols as u32, groups as u32], parts })
     }
 
+    /// Of one token, where it has a kernel of its own.
+    pub(crate) fn launch(&self) -> Option<Launch<'_>> {
+        let How::Fused { lone: Some(LoneOp { op, words, shared }), blocks, .. } = &self.how else {
+            return None;
+        };
+        let grid = [2 * *blocks, self.list.grid(1, 1)[0]];
+        Some(Launch { op, words: words.to_vec(), grid, shared: *shared })
+    }
+
     /// Records it for a list of `tokens` tokens.
     ///
     /// # Panics
@@ -282,7 +303,7 @@ impl GateUp {
         let pass = pass_of(tokens);
         let [entries, parts] = list.grid(tokens, PASSES[pass]);
         match &self.how {
-            How::Fused { lone: Some((op, words)), blocks, .. } if tokens == 1 => {
+            How::Fused { lone: Some(LoneOp { op, words, .. }), blocks, .. } if tokens == 1 => {
                 step.run(op, words, [2 * *blocks, entries, 1]);
             }
             How::Fused { many: Some((op, tiling, part)), words, blocks, .. } if list.is_of_many(tokens) => {
@@ -401,6 +422,11 @@ impl Down {
         };
         let product = Projection::new(gpu, layout, 2, slots, list, x, Rows::Places, y, tuning, tiling)?;
         Ok(Self { list: list.clone(), product })
+    }
+
+    /// Of one token, of codes.
+    pub(crate) fn launch(&self) -> Option<Launch<'_>> {
+        self.product.launch(&self.list)
     }
 
     /// Records it for a list of `tokens` tokens.

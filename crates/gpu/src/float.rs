@@ -2,6 +2,7 @@
 
 use smoe_format::Encoding;
 
+use crate::beside::Launch;
 use crate::coded::{PASSES, pass_of, passes};
 use crate::quantise::{GRID, Repeated, assert_plane, text};
 use crate::{Access, Columns, Gpu, GpuError, Op, Shader, Slice, Step, Weights};
@@ -10,6 +11,9 @@ use crate::{Access, Columns, Gpu, GpuError, Op, Shader, Slice, Step, Weights};
 pub(crate) const THREADS: u32 = 256;
 /// Rows below which whole workgroups share one: there are too few to fill a device otherwise.
 const FEW_ROWS: usize = 1024;
+/// Experts up to which each has a workgroup of the router's: an H200, of 132 multiprocessors, took twice as long for 256 as for 128
+/// (EXP-GPU-22).
+const SOME_EXPERTS: usize = 160;
 
 /// Where a float product's operand lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,6 +27,8 @@ pub(crate) enum Operand {
 /// How a float product is cut: lanes that share rows, and rows that they share.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct FloatCut {
+    /// Threads of a workgroup.
+    threads: u32,
     lanes: u32,
     rows: u32,
 }
@@ -30,12 +36,18 @@ pub(crate) struct FloatCut {
 impl FloatCut {
     /// For `rows` rows in all of a dispatch's products. It decides the order of sums, so tokens do not matter.
     pub(crate) const fn new(rows: usize) -> Self {
-        if rows < FEW_ROWS { Self { lanes: 256, rows: 1 } } else { Self { lanes: 32, rows: 4 } }
+        let (lanes, rows) = if rows < FEW_ROWS { (256, 1) } else { (32, 4) };
+        Self { threads: THREADS, lanes, rows }
+    }
+
+    /// The same in workgroups of so many threads, a multiple of 256, with the same bits.
+    const fn in_workgroups_of(self, threads: u32) -> Self {
+        Self { threads, ..self }
     }
 
     /// Workgroups for so many rows.
     pub(crate) fn grid(self, rows: usize) -> u32 {
-        (rows as u32).div_ceil(THREADS / self.lanes * self.rows)
+        (rows as u32).div_ceil(self.threads / self.lanes * self.rows)
     }
 
     /// One of a float product's kernels: `parts` and `bindings` follow the core and its two bindings.
@@ -50,7 +62,7 @@ impl FloatCut {
         accesses: &[Access],
         buffers: &[&Slice],
     ) -> Result<Op, GpuError> {
-        let mut constants = vec![("TOKENS", pass), ("THREADS", THREADS)];
+        let mut constants = vec![("TOKENS", pass), ("THREADS", self.threads)];
         constants.extend(self.constants(matrix.0, Operand::Plane));
         constants.extend_from_slice(extra);
         let core = self.core(gpu, matrix.1, pass, Operand::Plane)?;
@@ -75,9 +87,16 @@ impl FloatCut {
         [("KIND", kind), ("LANES", self.lanes), ("ROWS", self.rows), ("FIRST", first)]
     }
 
-    /// Whether a workgroup is one row's.
-    pub(crate) const fn is_one_row(self) -> bool {
-        self.lanes == THREADS && self.rows == 1
+    /// For the router's product of a lone token, with the same bits: of many experts a workgroup has four, so that no device of a
+    /// hundred multiprocessors has to begin any when others end.
+    pub(crate) const fn of_router(n_experts: usize) -> Self {
+        let cut = Self::new(n_experts);
+        if n_experts > SOME_EXPERTS && cut.is_one_team() { Self { rows: 4, ..cut } } else { cut }
+    }
+
+    /// Whether all of a workgroup share its rows.
+    pub(crate) const fn is_one_team(self) -> bool {
+        self.lanes == self.threads
     }
 
     /// float.wgsl, for rows of `cols` columns and `pass` tokens: its text.
@@ -141,10 +160,31 @@ impl FloatMatmul {
         tokens: usize,
         out: &Columns,
     ) -> Result<Self, GpuError> {
+        Self::cut(gpu, weights, x, tokens, out, FloatCut::new(weights.rows()))
+    }
+
+    /// The same for one token, in workgroups of so many threads, a multiple of 256.
+    pub(crate) fn of_one(
+        gpu: &Gpu,
+        weights: &Weights,
+        x: &Slice,
+        out: &Columns,
+        threads: u32,
+    ) -> Result<Self, GpuError> {
+        Self::cut(gpu, weights, x, 1, out, FloatCut::new(weights.rows()).in_workgroups_of(threads))
+    }
+
+    fn cut(
+        gpu: &Gpu,
+        weights: &Weights,
+        x: &Slice,
+        tokens: usize,
+        out: &Columns,
+        cut: FloatCut,
+    ) -> Result<Self, GpuError> {
         let (rows, cols) = (weights.rows(), weights.cols());
         assert_plane(x, tokens, cols);
         out.assert_room(tokens, rows);
-        let cut = FloatCut::new(rows);
         assert!(cut.grid(rows) as usize <= GRID, "the grid");
         let passes = passes(tokens)
             .map(|pass| {
@@ -164,8 +204,22 @@ impl FloatMatmul {
     pub fn record(&self, step: &mut Step, tokens: usize) {
         assert!(tokens <= self.tokens, "{tokens} tokens of {}", self.tokens);
         let pass = pass_of(tokens);
-        let words = [self.rows, self.cols, tokens, self.stride, self.offset];
         let grid = [self.cut.grid(self.rows), (tokens as u32).div_ceil(PASSES[pass]), 1];
-        step.run(&self.passes[pass], &words.map(|word| word as u32), grid);
+        step.run(&self.passes[pass], &self.words(tokens), grid);
+    }
+
+    fn words(&self, tokens: usize) -> [u32; 5] {
+        [self.rows, self.cols, tokens, self.stride, self.offset].map(|word| word as u32)
+    }
+
+    /// Of one token.
+    pub(crate) fn launch(&self) -> Launch<'_> {
+        Launch {
+            op: &self.passes[0],
+            words: self.words(1).to_vec(),
+            grid: [self.cut.grid(self.rows), 1],
+            // Fours of lanes.
+            shared: self.cut.threads * self.cut.rows,
+        }
     }
 }

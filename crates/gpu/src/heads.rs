@@ -325,7 +325,7 @@ impl HeadMatmul {
         };
         match &self.form {
             Form::Coded { passes, groups } => {
-                let CodedOp { op, blocks } = &passes[pass];
+                let CodedOp { op, blocks, .. } = &passes[pass];
                 let parts = (rows / ROWS).div_ceil(*blocks as usize) as u32;
                 run(op, &[rows, *groups, *blocks as usize, tokens, stride], [parts, runs, heads]);
             }

@@ -11,6 +11,7 @@
 //! layers nor where experts come from.
 
 mod attention;
+mod beside;
 mod ceiling;
 mod coded;
 mod compile;
@@ -28,6 +29,7 @@ mod latent;
 mod latent_attention;
 mod latent_lone;
 mod memory;
+mod merge;
 mod norm;
 mod normed;
 mod plane;
@@ -42,6 +44,7 @@ mod tiling;
 mod work;
 
 pub use attention::{Attention, AttentionGate, AttentionHeads, AttentionOutputs, AttentionScratch};
+pub use beside::{Beside, ExpertsOf, LoneExperts};
 pub use ceiling::{CopyKernel, Links};
 pub use coded::{CodedMatmul, Columns, ExactMatmul, OwnMatmul, Weights};
 pub use compile::CompileTimes;

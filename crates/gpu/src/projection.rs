@@ -3,6 +3,7 @@
 use smoe_format::Encoding;
 use smoe_format::tile::ROWS;
 
+use crate::beside::Launch;
 use crate::coded::{CodedOp, PASSES, pass_of, passes};
 use crate::cut::{Cut, OWN_ROW, Tuning};
 use crate::experts::{LIST, TIMES};
@@ -169,6 +170,15 @@ impl Projection {
         }
     }
 
+    /// Of one token, of codes.
+    pub(crate) fn launch(&self, list: &WorkList) -> Option<Launch<'_>> {
+        let Self::Coded { passes, words, rows, .. } = self else { return None };
+        let CodedOp { op, blocks, shared } = &passes[0];
+        let words = vec![words[0], words[1], *blocks, words[3], words[4]];
+        let grid = [(rows.div_ceil(ROWS) as u32).div_ceil(*blocks), list.grid(1, 1)[0]];
+        Some(Launch { op, words, grid, shared: *shared })
+    }
+
     pub(crate) fn record(&self, step: &mut Step, tokens: usize, list: &WorkList) {
         let pass = pass_of(tokens);
         let [entries, parts] = list.grid(tokens, PASSES[pass]);
@@ -182,7 +192,7 @@ impl Projection {
                 step.run(op, &words, [(*rows as u32).div_ceil(tiling.rows), entries, parts]);
             }
             Self::Coded { passes, words, rows, .. } => {
-                let CodedOp { op, blocks } = &passes[pass];
+                let CodedOp { op, blocks, .. } = &passes[pass];
                 let words = [words[0], words[1], *blocks, words[3], words[4]];
                 step.run(op, &words, [(rows.div_ceil(ROWS) as u32).div_ceil(*blocks), entries, parts]);
             }

@@ -204,13 +204,13 @@ impl Route {
         let router = router.map(|(matrix, x)| {
             assert_eq!(matrix.rows(), n_experts, "rows of a router");
             assert_plane(x, tokens, matrix.cols());
-            (matrix, x, FloatCut::new(n_experts))
+            (matrix, x, FloatCut::of_router(n_experts))
         });
         // Router, input, logits on their way, ids, weights, logits for others, slots, work, pairs.
         let bound =
             8 + usize::from(seen.is_some()) + usize::from(bias.is_some()) + usize::from(correction.is_some());
         let norm = match (norm, router) {
-            (Some(norm), Some((matrix, _, cut))) if cut.is_one_row() && matrix.cols().is_multiple_of(8) => {
+            (Some(norm), Some((matrix, _, cut))) if cut.is_one_team() && matrix.cols().is_multiple_of(8) => {
                 let RouterNorm { hidden, before, weight, added, bias, coded, .. } = norm;
                 let cols = matrix.cols();
                 demand(hidden, tokens * cols, "hidden states");

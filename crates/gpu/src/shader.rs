@@ -44,21 +44,20 @@ pub(crate) struct Layouts {
 #[derive(Debug)]
 pub struct Kernel {
     pub(crate) name: String,
+    /// What it is compiled from.
+    pub(crate) source: Arc<str>,
     /// What it was compiled to, or why it was not.
     made: OnceLock<Result<wgpu::ComputePipeline, String>>,
     layouts: Layouts,
-    bindings: Vec<Access>,
+    pub(crate) bindings: Vec<Access>,
 }
-
-/// A kernel and what it was compiled from.
-type Sourced = (Arc<str>, Arc<Kernel>);
 
 /// The kernels that were asked for.
 #[derive(Debug, Default)]
 pub(crate) struct Kernels {
-    /// By name, those of one name with their sources. A model asks some thousand times for some fifty kernels: sources, tens
+    /// By name, those of one name told apart by their sources. A model asks some thousand times for some fifty kernels: sources, tens
     /// of kilobytes, are compared: hashing them, and making a key of them, takes longer.
-    by_name: HashMap<String, Vec<Sourced>>,
+    by_name: HashMap<String, Vec<Arc<Kernel>>>,
     /// In the order in which they were asked for; those that [`Gpu::finish_kernels`] has not waited for.
     asked: Vec<Arc<Kernel>>,
 }
@@ -68,16 +67,18 @@ pub(crate) struct Kernels {
 pub struct Op {
     pub(crate) kernel: Arc<Kernel>,
     pub(crate) group: wgpu::BindGroup,
+    /// The buffers.
+    pub(crate) slices: Vec<Slice>,
 }
 
 impl Kernels {
-    fn all(&self) -> impl Iterator<Item = &Sourced> {
+    fn all(&self) -> impl Iterator<Item = &Arc<Kernel>> {
         self.by_name.values().flatten()
     }
 
     fn find(&self, shader: &Shader<'_>) -> Option<&Arc<Kernel>> {
         let same = self.by_name.get(shader.name)?;
-        same.iter().find(|(source, _)| **source == *shader.source).map(|(_, kernel)| kernel)
+        same.iter().find(|kernel| *kernel.source == *shader.source)
     }
 }
 
@@ -137,13 +138,13 @@ impl Gpu {
     /// Every kernel that was asked for so far.
     #[must_use]
     pub fn compiled(&self) -> Vec<Arc<Kernel>> {
-        self.kernels().all().map(|(_, kernel)| kernel.clone()).collect()
+        self.kernels().all().cloned().collect()
     }
 
     /// Name and WGSL of every kernel that was asked for so far: for those who look at what becomes of it.
     #[must_use]
     pub fn sources(&self) -> Vec<(String, String)> {
-        let own = |(source, kernel): &Sourced| (kernel.name.clone(), source.to_string());
+        let own = |kernel: &Arc<Kernel>| (kernel.name.clone(), kernel.source.to_string());
         self.kernels().all().map(own).collect()
     }
 
@@ -157,9 +158,9 @@ impl Gpu {
     /// If the device refuses one.
     pub fn idle(&self, kernels: &[Arc<Kernel>]) -> Result<Idle, GpuError> {
         let mut sources = Vec::new();
-        for (source, kernel) in self.kernels().all() {
+        for kernel in self.kernels().all() {
             if kernels.iter().any(|wanted| Arc::ptr_eq(wanted, kernel)) {
-                sources.extend(idle_source(source).map(|source| (kernel.clone(), source)));
+                sources.extend(idle_source(&kernel.source).map(|source| (kernel.clone(), source)));
             }
         }
         let begin = |(kernel, source): (Arc<Kernel>, String)| {
@@ -185,9 +186,9 @@ impl Gpu {
             return refusal.map_or_else(|| Ok(kernel.clone()), Err);
         }
         let source: Arc<str> = shader.source.as_ref().into();
-        let kernel = self.begin(shader.name, source.clone(), shader.bindings)?;
+        let kernel = self.begin(shader.name, source, shader.bindings)?;
         kernels.asked.push(kernel.clone());
-        kernels.by_name.entry(shader.name.to_owned()).or_default().push((source, kernel.clone()));
+        kernels.by_name.entry(shader.name.to_owned()).or_default().push(kernel.clone());
         Ok(kernel)
     }
 
@@ -206,7 +207,7 @@ impl Gpu {
         // Others may have asked meanwhile.
         kernels.asked.retain(|kernel| !asked.iter().any(|done| Arc::ptr_eq(done, kernel)));
         for same in kernels.by_name.values_mut() {
-            same.retain(|(_, kernel)| !matches!(kernel.made.get(), Some(Err(_))));
+            same.retain(|kernel| !matches!(kernel.made.get(), Some(Err(_))));
         }
         drop(kernels);
         self.check()?;
@@ -260,8 +261,8 @@ impl Gpu {
             })?;
         self.check()?;
         let (name, bindings, layout) = (name.to_owned(), bindings.to_vec(), layouts.pipeline.clone());
-        let kernel = Arc::new(Kernel { name, made: OnceLock::new(), layouts, bindings });
-        self.compiler.begin(Job { kernel: kernel.clone(), source, layout });
+        let kernel = Arc::new(Kernel { name, source, made: OnceLock::new(), layouts, bindings });
+        self.compiler.begin(Job { kernel: kernel.clone(), layout });
         Ok(kernel)
     }
 
@@ -298,7 +299,7 @@ impl Gpu {
             kernel: kernel.name.clone(),
             why,
         })?;
-        Ok(Op { kernel: kernel.clone(), group })
+        Ok(Op { kernel: kernel.clone(), group, slices: buffers.iter().map(|&slice| slice.clone()).collect() })
     }
 }
 

@@ -116,13 +116,15 @@ fn route(lane: u32, width: u32, place: u32) {
         }
         workgroupBarrier();
     }
-    // A rank is the number of those that come before: of equal keys the lower experts.
+    // A rank is the number of those that come before: of equal keys the lower experts. Keys of many experts are gone through in a loop that
+    // stays one: its copies would take longer to be fetched than to run.
     let part = lane % SPREAD;
+    let padded = PADDED + select(0u, p.nothing, PADDED > 8u * RUN * SPREAD);
     for (var first = 0u; first < EXPERTS; first += THREADS / SPREAD) {
         let expert = first + lane / SPREAD;
         let key = keys[min(expert, EXPERTS - 1u)];
         var rank = 0u;
-        for (var e = part; e < PADDED; e += RUN * SPREAD) {
+        for (var e = part; e < padded; e += RUN * SPREAD) {
             var others: array<u32, RUN>;
             for (var j = 0u; j < RUN; j++) {
                 others[j] = keys[e + j * SPREAD];

@@ -11,10 +11,10 @@ use crate::common::Random;
 use crate::{assert_same, coded, cpu_coded, device, floats, plane, quantised, run, scalar, tables, upload};
 
 /// The records of a layer in slots, some of their bytes never used.
-struct Layer {
-    layout: ExpertLayout,
+pub struct Layer {
+    pub layout: ExpertLayout,
     table: LayerTable,
-    slots: Vec<u8>,
+    pub slots: Vec<u8>,
     slot_bytes: usize,
     activation: Activation,
     /// Of 16 experts: gate's, up's and down's.
@@ -22,7 +22,7 @@ struct Layer {
 }
 
 impl Layer {
-    fn new(
+    pub fn new(
         encodings: [Encoding; 3],
         (d_model, d_ff): (usize, usize),
         slots: usize,
@@ -227,7 +227,7 @@ fn is_coded(encoding: Encoding) -> bool {
     !encoding.is_float()
 }
 
-fn q(bits: u8, group: usize, zero: Zero) -> Encoding {
+pub fn q(bits: u8, group: usize, zero: Zero) -> Encoding {
     Encoding::Uniform(coded(bits, group, zero))
 }
 

@@ -1,6 +1,7 @@
 //! The products on a device against the CPU's kernels: the bits of coded ones, the values of float ones.
 #![allow(clippy::unwrap_used, reason = "tests fail loudly")]
 
+mod beside;
 #[path = "../common/mod.rs"]
 mod common;
 mod experts;
