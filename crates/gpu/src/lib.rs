@@ -27,6 +27,7 @@ mod import;
 mod latent;
 mod latent_attention;
 mod latent_lone;
+mod memories;
 mod memory;
 mod norm;
 mod normed;
