@@ -119,8 +119,9 @@ pub struct MachineArgs {
     /// The most experts of a layer in the GPU's memory [default: as many as fit]
     #[arg(long, value_name = "N")]
     pub device_experts: Option<usize>,
-    /// How experts come to the GPU: staging (copied by the processor), import (copied by the GPU from the ring), in-place
-    /// (read where the ring has them), or auto: in-place if it shares the processor's memory, else import
+    /// How experts come to the GPU: staging (copied by the processor), import (copied by the GPU from the ring), zero-copy (and
+    /// what it lacks read over the bus, if the ring holds every expert), in-place (read where the ring has them), or auto: in-place
+    /// if it shares the processor's memory, else zero-copy if the bus is fast enough, else import
     #[arg(long, value_name = "WAY", default_value = "auto")]
     pub device_path: ExpertPath,
 }

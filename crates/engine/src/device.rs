@@ -6,13 +6,17 @@ use std::str::FromStr;
 /// How experts come from the ring to a device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ExpertPath {
-    /// As suits the device: read where the ring has them if it shares the processor's memory, copied by itself if not.
+    /// As suits the device: read where the ring has them if it shares the processor's memory; if not, copied by itself, and what
+    /// it lacks read over the bus if that is fast enough.
     #[default]
     Auto,
     /// Copied by the processor to where the driver fetches them.
     Staging,
     /// Copied by the device from the ring, whose memory is lent to it.
     Import,
+    /// The same, and what the device lacks of a step of few tokens is read where the ring has it, over the bus, by the kernels
+    /// that need it: where the ring has room for every expert.
+    ZeroCopy,
     /// Not at all: kernels read them where the ring has them.
     InPlace,
 }
@@ -25,6 +29,7 @@ impl ExpertPath {
             Self::Auto => "auto",
             Self::Staging => "staging",
             Self::Import => "import",
+            Self::ZeroCopy => "zero-copy",
             Self::InPlace => "in-place",
         }
     }
@@ -40,7 +45,7 @@ impl FromStr for ExpertPath {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let all = [Self::Auto, Self::Staging, Self::Import, Self::InPlace];
+        let all = [Self::Auto, Self::Staging, Self::Import, Self::ZeroCopy, Self::InPlace];
         let found = all.into_iter().find(|path| path.name() == text);
         found.ok_or_else(|| format!("must be {}", all.map(Self::name).join(", ")))
     }

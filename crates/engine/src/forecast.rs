@@ -13,6 +13,11 @@
 //!           + missed bytes / speed of products + brought bytes / speed of uploads
 //! ```
 //!
+//! Where kernels read what is missing over the bus nothing halts (EXP-GPU-21):
+//!
+//! ```text
+//! token     a token whose experts are all there + missed bytes / speed of the bus + brought bytes / speed of uploads
+//! ```
 
 use std::ops::Range;
 use std::time::{Duration, Instant};
@@ -100,10 +105,21 @@ pub struct DeviceRates {
     pub wait_s: f64,
     /// Experts brought there, bytes per second, in the way that is used; infinite if they need not be.
     pub upload_bytes_per_s: f64,
-    /// The processor computes what is missing.
-    pub computes_here: bool,
+    /// What becomes of experts that are missing.
+    pub missing: Missing,
     /// Experts brought there, by every way.
     pub uploads: UploadRates,
+}
+
+/// What becomes of experts that a device lacks, in a step of few tokens.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Missing {
+    /// They are brought there.
+    Brought,
+    /// The processor computes them.
+    Computed,
+    /// Kernels read them where the ring has them, so many bytes per second.
+    OverBus(f64),
 }
 
 /// Experts brought to a device, a token's misses of a layer at a time, bytes per second; none if it was not measured.
@@ -385,11 +401,13 @@ pub fn forecast(
     let device = device.map(|(plan, rates)| {
         let hit_rate = hit_rate(plan, touched.layers, spec.moe.top_k);
         let share = plan.slots.iter().sum::<usize>() as f64 / plan.n_experts.max(1) as f64;
-        let missed_s = if rates.computes_here {
-            (share / 2.0).mul_add(rates.upload_bytes_per_s.recip(), weights_bytes_per_s.recip())
-        } else {
-            rates.upload_bytes_per_s.recip()
+        let here = match rates.missing {
+            Missing::Brought => None,
+            Missing::Computed => Some(weights_bytes_per_s),
+            Missing::OverBus(rate) => Some(rate),
         };
+        let upload_s = rates.upload_bytes_per_s.recip();
+        let missed_s = here.map_or(upload_s, |rate| (share / 2.0).mul_add(upload_s, rate.recip()));
         DeviceForecast { rates, hit_rate, tok_s: 1.0 / token_s(spec, touched, &rates, hit_rate, missed_s) }
     });
     Forecast { cpu_tok_s, device }
@@ -422,13 +440,16 @@ fn token_s(spec: &ModelSpec, touched: &Touched, rates: &DeviceRates, hit_rate: f
         return rates.token_s;
     }
     let (layers, top_k) = (touched.layers as f64, spec.moe.top_k as f64);
+    let missed = layers * top_k * (1.0 - hit_rate) * touched.expert;
+    if matches!(rates.missing, Missing::OverBus(_)) {
+        return missed.mul_add(missed_s, rates.token_s);
+    }
     let pass = hit_rate.powf(top_k);
     let layer_s = rates.token_s / layers;
     let (_, per_layer) = at_once(pass, rates.wait_s / layer_s);
     let halts = layers * (1.0 - pass);
-    let missed = layers * top_k * (1.0 - hit_rate) * touched.expert;
     let dispatch_s = rates.token_s / f64::from(rates.dispatches.max(1));
-    let halt_s = 2.0 * dispatch_s + if rates.computes_here { HALT_S } else { 0.0 };
+    let halt_s = 2.0 * dispatch_s + if rates.missing == Missing::Computed { HALT_S } else { 0.0 };
     layers.mul_add(per_layer * layer_s, halts * halt_s) + missed * missed_s
 }
 
@@ -486,7 +507,7 @@ mod tests {
             dispatches: 531,
             wait_s: 220e-6,
             upload_bytes_per_s: 20e9,
-            computes_here: true,
+            missing: Missing::Computed,
             uploads: UploadRates::default(),
         };
         (spec, touched, plan, rates)
@@ -515,7 +536,9 @@ mod tests {
         assert!(base > of(32, &|r| r.wait_s *= 2.0));
         assert!(base > of(32, &|r| r.upload_bytes_per_s /= 2.0));
         assert!(base > of(32, &|r| r.token_s *= 1.5));
-        assert!(base > of(32, &|r| r.computes_here = false));
+        assert!(base > of(32, &|r| r.missing = Missing::Brought));
+        let over_bus = |rate: f64| of(32, &|r| r.missing = Missing::OverBus(rate));
+        assert!(over_bus(40e9) > base && over_bus(40e9) > over_bus(20e9));
         let (spec, touched, ..) = subject(32);
         let cpu = forecast(&spec, &touched, 100e9, None);
         assert!(cpu.device.is_none() && (40.0..45.0).contains(&cpu.cpu_tok_s), "{cpu:?}");

@@ -222,7 +222,7 @@ fn a_device_that_is_lost_leaves_the_ring_to_the_processor() {
     let dir = tempfile::tempdir().unwrap();
     let (vault, options, prompt, expected) = subject(dir.path(), 55);
     let (top_k, all) = (vault.spec.moe.top_k, vault.experts.records.len());
-    for path in [ExpertPath::Staging, ExpertPath::Import, ExpertPath::InPlace] {
+    for path in [ExpertPath::Staging, ExpertPath::Import, ExpertPath::ZeroCopy, ExpertPath::InPlace] {
         for ring in [top_k, all] {
             let mut options = EngineOptions { device_path: path, ..options.clone() };
             options.plan.ring = RingSize::Slots(ring);
@@ -296,7 +296,7 @@ fn a_device_that_does_not_import_gets_its_experts_as_ever() {
     let prompt = model.prompt(20, 1);
     let top_k = vault.spec.moe.top_k;
     let expected = run(&mut open(&vault, &by(ExpertPath::Staging, &base, top_k)), &prompt, &[]);
-    for path in [ExpertPath::Auto, ExpertPath::Import, ExpertPath::InPlace] {
+    for path in [ExpertPath::Auto, ExpertPath::Import, ExpertPath::ZeroCopy, ExpertPath::InPlace] {
         gpu.fail_at(0, Fault::NoImport);
         let mut engine = open(&vault, &by(path, &base, top_k));
         gpu.end_faults();

@@ -17,7 +17,8 @@ use smoe_engine::{Control, Engine, EngineError, ExpertPath, Vault};
 use smoe_meter::TierSnapshot;
 use smoe_testkit::TinyModel;
 
-const PATHS: [ExpertPath; 3] = [ExpertPath::Staging, ExpertPath::Import, ExpertPath::InPlace];
+const PATHS: [ExpertPath; 4] =
+    [ExpertPath::Staging, ExpertPath::Import, ExpertPath::ZeroCopy, ExpertPath::InPlace];
 
 fn counted(engine: &Engine) -> TierSnapshot {
     engine.info().tier.unwrap().meter.snapshot()
@@ -48,7 +49,10 @@ fn every_way_and_every_ring_give_the_same_bits() {
                 let mut engine = open(&vault, &by(path, &ring(slots), top_k));
                 let what = format!("{} {path}, a ring of {slots}, loaded: {loaded}", model.spec.model_type);
                 let tier = engine.info().tier.unwrap();
-                assert_eq!((tier.plan.path, tier.path_note), (path, None), "{what}");
+                // What does not hold every expert is not read over the bus.
+                let copies = path == ExpertPath::ZeroCopy && slots < all;
+                let taken = if copies { ExpertPath::Import } else { path };
+                assert_eq!((tier.plan.path, tier.path_note.is_some()), (taken, copies), "{what}");
                 if loaded {
                     engine.preload(&mut |_, _| {}).unwrap();
                 }
@@ -59,11 +63,47 @@ fn every_way_and_every_ring_give_the_same_bits() {
                 // What lies in the ring in the order of the file is found without the host.
                 assert_eq!(counted.misses == 0, in_place && loaded, "{what}: {counted:?}");
                 assert_eq!(counted.loads == 0, in_place, "{what}: {counted:?}");
+                match taken == ExpertPath::ZeroCopy {
+                    false => assert_eq!(counted.over_bus, 0, "{what}"),
+                    true if loaded => assert!(counted.over_bus > 0 && counted.computed == 0, "{what}"),
+                    // By chance in the order of the file, or computed by the processor.
+                    true => assert!(counted.over_bus + counted.computed > 0, "{what}"),
+                }
                 if in_place && loaded {
                     let steps = 2 * (prompt.len().div_ceil(16) + further.len());
                     assert_eq!(counted.waits as usize, steps, "a wait a step: {counted:?}");
                 }
             }
+        }
+    }
+}
+
+#[test]
+fn what_is_read_over_the_bus_halts_nothing_and_is_brought_where_it_is_used() {
+    if !imports() {
+        return;
+    }
+    for model in [TinyModel::qwen3(67), TinyModel::gpt_oss(68)] {
+        for experts in ["q4/64", "bf16"] {
+            let dir = tempfile::tempdir().unwrap();
+            let vault = write_tiny(dir.path(), &model, experts, "q8/64");
+            let (prompt, further) = (model.prompt(3, 4), model.prompt(30, 5));
+            let (all, top_k) = (vault.experts.records.len(), vault.spec.moe.top_k);
+            let base = options(RingSize::Slots(all), 2, 1);
+            let expected = run(&mut open(&vault, &by(ExpertPath::Staging, &base, top_k)), &prompt, &further);
+            let mut engine = open(&vault, &by(ExpertPath::ZeroCopy, &base, top_k));
+            engine.preload(&mut |_, _| {}).unwrap();
+            let empty = counted(&engine);
+            assert_eq!((empty.loads, empty.waits), (0, 0));
+            assert!(run(&mut engine, &prompt, &further) == expected, "{experts}");
+            let counted = counted(&engine);
+            let steps = prompt.len().div_ceil(2) + further.len();
+            assert_eq!(counted.waits as usize, steps, "a wait a step: {counted:?}");
+            assert_eq!((counted.over_bus, counted.computed), (counted.misses, 0));
+            assert!(
+                counted.hits > 0 && counted.evictions > 0 && counted.loads < counted.misses,
+                "{counted:?}"
+            );
         }
     }
 }

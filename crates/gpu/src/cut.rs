@@ -4,6 +4,7 @@ use smoe_format::tile::ROWS;
 use smoe_format::{Encoding, Uniform, Zero};
 
 use crate::experts::TIMES;
+use crate::memories::Memories;
 use crate::quantise::{QUANTISE, Repeated, levels, tile_constants};
 use crate::{ExpertLayout, Gpu, Weights};
 
@@ -186,6 +187,7 @@ pub(crate) struct Cut {
     room: u32,
     pub(crate) slots: u32,
     operand: Operand,
+    memories: Memories,
 }
 
 /// What a coded kernel's tiles are multiplied by.
@@ -287,7 +289,13 @@ impl Cut {
         let room = gpu.shared_bytes() - SPARE - operand.bytes();
         let slots = (threads / 4).min(room / slot_bytes(pass, uniform.zero() == Zero::Affine));
         let room = gpu.wide_shared_bytes() - SPARE - operand.bytes();
-        Self { pass, threads, lanes, played, room, slots, operand }
+        Self { pass, threads, lanes, played, room, slots, operand, memories: Memories::One }
+    }
+
+    /// The same of weights that lie so.
+    pub(crate) const fn in_memories(mut self, memories: Memories) -> Self {
+        self.memories = memories;
+        self
     }
 
     /// Buffers that the operand is bound by.
@@ -384,7 +392,9 @@ impl Cut {
                 OWN_X.to_owned()
             }
         };
-        let tiles = [TILES, include_str!("wgsl/coded_job.wgsl")].concat();
+        let (binding, words) = self.memories.text();
+        constants.extend(binding);
+        let tiles = [TILES, words, include_str!("wgsl/coded_job.wgsl")].concat();
         let job = "job: ptr<function, Job>";
         if let Some(ahead) = self.wide(encoding, groups) {
             assert_eq!((blocks, self.pass), (1, 1), "blocks and tokens of a workgroup");

@@ -4,8 +4,9 @@ use smoe_format::expert_file::{LayerTable, TensorEntry};
 use smoe_format::spec::Activation;
 use smoe_format::{Encoding, Uniform};
 
+use crate::Slice;
+use crate::memories::Memories;
 use crate::norm::demand;
-use crate::{Slice, WorkList};
 
 /// How the experts of a layer lie in slots, and what they make of their products.
 #[derive(Clone, Debug)]
@@ -16,7 +17,8 @@ pub struct ExpertLayout {
     n_experts: usize,
     activation: Activation,
     biases: Option<Slice>,
-    is_far: bool,
+    /// Slots behind the first memory, and how far they are apart.
+    behind: Option<(Slice, u64)>,
 }
 
 impl ExpertLayout {
@@ -36,23 +38,34 @@ impl ExpertLayout {
             "an FFN of {gate:?}, {up:?}, {down:?}"
         );
         let (tensors, n_experts) = (table.tensors, table.n_experts as usize);
-        Self { tensors, slot_bytes, n_experts, activation: Activation::SwiGlu, biases: None, is_far: false }
+        Self { tensors, slot_bytes, n_experts, activation: Activation::SwiGlu, biases: None, behind: None }
     }
 
-    /// The same in slots `slot_bytes` apart of a second memory: a list's entries are theirs whose slots are
-    /// [`WorkList::FAR`] and more.
+    /// With a second memory `behind` the first, in whose slots, `slot_bytes` apart, are the entries of a list that have
+    /// [`BEHIND`](crate::WorkList::BEHIND): for lists of few tokens.
     ///
     /// # Panics
-    /// As [`Self::new`].
+    /// As [`Self::new`], and if 32 bits do not address it in pieces of 16 bytes.
     #[must_use]
-    pub fn far(&self, slot_bytes: u64) -> Self {
-        assert_slots_fit(slot_bytes, self.tensors.iter().map(|t| t.offset + t.len).max().unwrap_or(0));
-        Self { slot_bytes, is_far: true, ..self.clone() }
+    pub fn and_behind(mut self, behind: Slice, slot_bytes: u64) -> Self {
+        let used = self.tensors.iter().map(|tensor| tensor.offset + tensor.len).max().unwrap_or(0);
+        assert_slots_fit(slot_bytes, used);
+        assert!(behind.len() / 16 < 1 << 32, "{} bytes of slots", behind.len());
+        self.behind = Some((behind, slot_bytes));
+        self
     }
 
-    /// What slots of this memory have besides their number.
-    pub(crate) const fn side(&self) -> u32 {
-        if self.is_far { WorkList::FAR } else { 0 }
+    /// What slots of the second memory are apart, in pieces; 0 if there is none.
+    pub(crate) fn apart_behind(&self) -> u32 {
+        self.behind.as_ref().map_or(0, |(_, slot_bytes)| Self::piece(*slot_bytes))
+    }
+
+    /// Where kernels read, and what they need bound as number `binding` for it.
+    pub(crate) fn memories(&self, binding: usize) -> (Memories, Option<&Slice>) {
+        match &self.behind {
+            Some((slots, _)) => (Memories::Two(binding as u32), Some(slots)),
+            None => (Memories::One, None),
+        }
     }
 
     /// With another activation.

@@ -151,15 +151,18 @@ impl GateUp {
         let mut bindings = [[Access::Read; 5].as_slice(), &[Access::Write; 2]].concat();
         let (bias, biases) = layout.bias(0, bindings.len());
         bindings.extend(biases.map(|_| Access::Read));
+        let (memories, behind) = layout.memories(bindings.len());
+        bindings.extend(behind.map(|_| Access::Read));
         let glu = layout.glu();
         let buffers = |first: &'a Slice, second: &'a Slice| {
             let mut all = vec![slots, &x.codes, &x.cells, &list.entries, &list.pairs, first, second];
-            all.extend(biases);
+            all.extend(biases.into_iter().chain(behind));
             all
         };
         let passes = passes(list.tokens)
             .map(|pass| {
-                let cut = Cut::new(gpu, uniform, pass, Tuning::of_pair(2 * part as usize * groups, pass));
+                let tuning = Tuning::of_pair(2 * part as usize * groups, pass);
+                let cut = Cut::new(gpu, uniform, pass, tuning).in_memories(memories);
                 assert!(cut.slots >= 2 * part, "{cut:?} for {part} blocks");
                 let (mut constants, core) = cut.core(encoding, 2 * part, groups, Repeated::on(gpu)?);
                 constants.extend([
@@ -168,7 +171,7 @@ impl GateUp {
                     ("PART", part),
                     ("TOP_K", list.top_k as u32),
                     ("LIST", 3),
-                    ("SIDE", layout.side()),
+                    ("APART_BEHIND", layout.apart_behind()),
                 ]);
                 let own = [GATE_UP_HIDDEN, include_str!("wgsl/experts_gate_up.wgsl")];
                 let parts = [QUANTISE, &core, LIST, &bias, &glu, own[0], own[1]];
@@ -183,7 +186,8 @@ impl GateUp {
         // A part of many tokens is whole groups of hidden values too.
         let tiling = Tiling { rows: tiling.rows.max(2 * down.group() as u32), lane_rows: 8, ..tiling };
         let part_of_many = tiling.rows / (2 * ROWS as u32);
-        let many = match Tiled::new(gpu, encoding, tiling).filter(|_| list.can_be_of_many()) {
+        let can_be_of_many = list.can_be_of_many() && behind.is_none();
+        let many = match Tiled::new(gpu, encoding, tiling).filter(|_| can_be_of_many) {
             Some(tiled) => {
                 let repeated = Repeated::on(gpu)?;
                 let (mut constants, core) = tiled.core(repeated);
@@ -194,7 +198,7 @@ impl GateUp {
                     ("PART", part_of_many),
                     ("TOP_K", list.top_k as u32),
                     ("LIST", 3),
-                    ("SIDE", layout.side()),
+                    ("APART_BEHIND", layout.apart_behind()),
                     ("KEPT", kept),
                 ]);
                 let own = [GATE_UP_HIDDEN, include_str!("wgsl/experts_gate_up_tiled.wgsl"), &rounds];
@@ -217,9 +221,14 @@ impl GateUp {
             Values::Coded(_, Lone { values, post }) if is_lone(gpu, layout, list.top_k) => {
                 let all = 2 * layout.d_expert().div_ceil(ROWS) * TIMES;
                 let tuning = tuning.unwrap_or_else(|| Tuning::of_either(gpu, encoding, all, groups));
-                let cut = Cut::new(gpu, uniform, 1, tuning);
+                let cut = Cut::new(gpu, uniform, 1, tuning).in_memories(memories);
                 let (mut constants, core) = cut.core(encoding, 1, groups, Repeated::on(gpu)?);
-                constants.extend([("GROUP", 64), ("TEAM", 4), ("LIST", 3), ("SIDE", layout.side())]);
+                constants.extend([
+                    ("GROUP", 64),
+                    ("TEAM", 4),
+                    ("LIST", 3),
+                    ("APART_BEHIND", layout.apart_behind()),
+                ]);
                 let own = include_str!("wgsl/experts_gate_up_lone.wgsl");
                 let parts = [QUANTISE, &core, LIST, &bias, &glu, own];
                 let kernel = gpu.kernel(&Shader {

@@ -4,6 +4,7 @@ use smoe_format::Encoding;
 
 use crate::beside::Launch;
 use crate::coded::{PASSES, pass_of, passes};
+use crate::memories::Memories;
 use crate::quantise::{GRID, Repeated, assert_plane, text};
 use crate::{Access, Columns, Gpu, GpuError, Op, Shader, Slice, Step, Weights};
 
@@ -61,12 +62,15 @@ impl FloatCut {
         parts: &[&str],
         accesses: &[Access],
         buffers: &[&Slice],
+        memories: Memories,
     ) -> Result<Op, GpuError> {
         let mut constants = vec![("TOKENS", pass), ("THREADS", self.threads)];
         constants.extend(self.constants(matrix.0, Operand::Plane));
         constants.extend_from_slice(extra);
+        let (binding, words) = memories.text();
+        constants.extend(binding);
         let core = self.core(gpu, matrix.1, pass, Operand::Plane)?;
-        let mut texts = vec![&core[..]];
+        let mut texts = vec![&core[..], words];
         texts.extend_from_slice(parts);
         let mut all = vec![Access::Read; 2];
         all.extend_from_slice(accesses);
@@ -99,7 +103,7 @@ impl FloatCut {
         self.lanes == self.threads
     }
 
-    /// float.wgsl, for rows of `cols` columns and `pass` tokens: its text.
+    /// float.wgsl, for rows of `cols` columns and `pass` tokens: its text, but for how it reads ([`Memories`]).
     pub(crate) fn core(
         self,
         gpu: &Gpu,
@@ -191,7 +195,8 @@ impl FloatMatmul {
                 let parts = [include_str!("wgsl/float_matmul.wgsl")];
                 let buffers = [weights.slice(), x, &out.plane];
                 let matrix = (weights.encoding(), cols);
-                cut.op(gpu, "float product", matrix, pass, &[], &parts, &[Access::Write], &buffers)
+                let accesses = [Access::Write];
+                cut.op(gpu, "float product", matrix, pass, &[], &parts, &accesses, &buffers, Memories::One)
             })
             .collect::<Result<_, _>>()?;
         Ok(Self { passes, cut, rows, cols, tokens, stride: out.stride, offset: out.offset })

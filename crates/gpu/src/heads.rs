@@ -7,6 +7,7 @@ use smoe_format::{Encoding, Uniform};
 use crate::coded::{CodedOp, ExactMatmul, PASSES, pass_of, passes};
 use crate::cut::{Cut, Lanes, Tuning};
 use crate::float::FloatCut;
+use crate::memories::Memories;
 use crate::norm::{Draft, demand};
 use crate::quantise::GRID;
 use crate::rope::{Angles, RopePairs, Rows};
@@ -274,7 +275,8 @@ impl HeadMatmul {
                 let (buffers, matrix) = ([weights.slice(), x, out], (weights.encoding(), cols));
                 let access = [Access::Write];
                 let of_pass = |pass| {
-                    cut.op(gpu, "float product of heads", matrix, pass, &of_heads, &parts, &access, &buffers)
+                    let name = "float product of heads";
+                    cut.op(gpu, name, matrix, pass, &of_heads, &parts, &access, &buffers, Memories::One)
                 };
                 Form::Float { passes: passes(tokens).map(of_pass).collect::<Result<_, _>>()?, cut }
             }

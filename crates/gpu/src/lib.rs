@@ -28,6 +28,7 @@ mod import;
 mod latent;
 mod latent_attention;
 mod latent_lone;
+mod memories;
 mod memory;
 mod merge;
 mod norm;

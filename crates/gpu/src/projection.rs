@@ -8,6 +8,7 @@ use crate::coded::{CodedOp, PASSES, pass_of, passes};
 use crate::cut::{Cut, OWN_ROW, Tuning};
 use crate::experts::{LIST, TIMES};
 use crate::float::FloatCut;
+use crate::memories::Memories;
 use crate::quantise::{Repeated, assert_plane, source};
 use crate::tiling::{Tiled, Tiling};
 use crate::{Access, CodedPlane, ExpertLayout, Gpu, GpuError, Op, Shader, Slice, Step, WorkList};
@@ -37,7 +38,8 @@ pub(crate) enum Rows {
 struct Tail<'a> {
     /// Text that adds biases.
     bias: String,
-    accesses: &'static [Access],
+    memories: Memories,
+    accesses: Vec<Access>,
     /// All of the kernel's.
     buffers: Vec<&'a Slice>,
 }
@@ -54,11 +56,11 @@ impl<'a> Tail<'a> {
         buffers.extend([&list.entries, &list.pairs, out]);
         let (bias, biases) = layout.bias(projection, buffers.len());
         buffers.extend(biases);
-        let accesses: &[Access] = match biases {
-            Some(_) => &[Access::Read, Access::Read, Access::Write, Access::Read],
-            None => &[Access::Read, Access::Read, Access::Write],
-        };
-        Self { bias, accesses, buffers }
+        let (memories, behind) = layout.memories(buffers.len());
+        buffers.extend(behind);
+        let mut accesses = vec![Access::Read, Access::Read, Access::Write];
+        accesses.resize(accesses.len() + biases.into_iter().chain(behind).count(), Access::Read);
+        Self { bias, memories, accesses, buffers }
     }
 }
 
@@ -98,7 +100,7 @@ impl Projection {
         let (at, slot) = (tensor.offset as u64, layout.slot_bytes);
         let top_k = if matches!(rows, Rows::Tokens) { list.top_k as u32 } else { 0 };
         let by_pair = ("BY_PAIR", u32::from(matches!(rows, Rows::Places)));
-        let side = ("SIDE", layout.side());
+        let apart = ("APART_BEHIND", layout.apart_behind());
         assert_plane(out, list.most_pairs(), tensor.rows);
         let words = [tensor.rows as u32, 0, 0, ExpertLayout::piece(at), ExpertLayout::piece(slot)];
         match (tensor.encoding, x) {
@@ -120,32 +122,33 @@ impl Projection {
                             (Cut::new(gpu, uniform, pass, tuning), vec![slots, &x.codes, &x.cells], "")
                         };
                         let at = operands.len() as u32;
-                        let extra = [("LIST", at), ("OUT", at + 2), ("TOP_K", top_k), by_pair, side];
-                        let Tail { bias, accesses, buffers } =
+                        let extra = [("LIST", at), ("OUT", at + 2), ("TOP_K", top_k), by_pair, apart];
+                        let Tail { bias, memories, accesses, buffers } =
                             Tail::new(layout, projection, operands, list, out);
-                        let parts = [own, LIST, PRODUCT, &bias, CODED];
+                        let (cut, parts) = (cut.in_memories(memories), [own, LIST, PRODUCT, &bias, CODED]);
                         CodedOp::new(
-                            gpu, name, encoding, cut, shape, TIMES, &extra, &parts, accesses, &buffers,
+                            gpu, name, encoding, cut, shape, TIMES, &extra, &parts, &accesses, &buffers,
                         )
                     })
                     .collect::<Result<_, _>>()?;
                 let repeated = Repeated::on(gpu)?;
                 let tilings = tiling.as_ref().map_or(Tiling::of_experts(uniform), std::slice::from_ref);
+                let can_be_of_many = list.can_be_of_many() && layout.apart_behind() == 0;
                 let many = tilings
                     .iter()
-                    .filter_map(|tiling| Tiled::new(gpu, encoding, *tiling).filter(|_| list.can_be_of_many()))
+                    .filter_map(|tiling| Tiled::new(gpu, encoding, *tiling).filter(|_| can_be_of_many))
                     .map(|tiled| {
                         let (mut constants, core) = tiled.core(repeated);
-                        constants.extend([("LIST", 3), ("OUT", 5), ("TOP_K", top_k), by_pair, side]);
+                        constants.extend([("LIST", 3), ("OUT", 5), ("TOP_K", top_k), by_pair, apart]);
                         let operands = vec![slots, &x.codes, &x.cells];
-                        let Tail { bias, accesses, buffers } =
+                        let Tail { bias, accesses, buffers, .. } =
                             Tail::new(layout, projection, operands, list, out);
                         let text = [include_str!("wgsl/experts_tiled.wgsl"), &tiled.rows(repeated)];
                         let parts = [&core, LIST, PRODUCT, &bias, text[0], text[1]];
                         let kernel = gpu.kernel(&Shader {
                             name: &format!("{name}, many tokens"),
                             source: source(gpu, &constants, &parts)?.into(),
-                            bindings: &[&[Access::Read; 3], accesses].concat(),
+                            bindings: &[&[Access::Read; 3], &accesses[..]].concat(),
                         })?;
                         Ok((gpu.bind(&kernel, &buffers)?, tiled.tiling))
                     })
@@ -155,13 +158,15 @@ impl Projection {
             }
             (Encoding::F32 | Encoding::F16 | Encoding::Bf16, X::Float(x)) => {
                 let cut = FloatCut::new(tensor.rows * TIMES);
-                let extra = [("LIST", 2), ("OUT", 4), ("TOP_K", top_k), by_pair, side];
-                let Tail { bias, accesses, buffers } =
+                let extra = [("LIST", 2), ("OUT", 4), ("TOP_K", top_k), by_pair, apart];
+                let Tail { bias, memories, accesses, buffers } =
                     Tail::new(layout, projection, vec![slots, x], list, out);
                 let parts = [LIST, PRODUCT, &bias, FLOAT];
                 let matrix = (tensor.encoding, tensor.cols);
                 let passes = passes(list.tokens)
-                    .map(|pass| cut.op(gpu, name, matrix, pass, &extra, &parts, accesses, &buffers))
+                    .map(|pass| {
+                        cut.op(gpu, name, matrix, pass, &extra, &parts, &accesses, &buffers, memories)
+                    })
                     .collect::<Result<_, _>>()?;
                 let words = [words[0], tensor.cols as u32, words[3], words[4]];
                 Ok(Self::Float { passes, cut, words, rows: tensor.rows })

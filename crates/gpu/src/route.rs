@@ -3,6 +3,7 @@
 use smoe_format::spec::{GroupScore, MoeSpec, RouterKind};
 
 use crate::float::{self, FloatCut, Operand};
+use crate::memories::Memories;
 use crate::norm::{Delta, Draft, Halt, NORM_ROW, NormCut, add_delta, demand, demand_coded};
 use crate::quantise::assert_plane;
 use crate::shader::{Access, Op};
@@ -318,9 +319,14 @@ impl Route {
                     // The product has the bits of `FloatMatmul`, whose fma is the device's.
                     let (matrix, _, cut) = router.expect("made where there is a router");
                     let cols = matrix.cols();
+                    let (_, words) = Memories::One.text();
                     let Some(norm) = norm else {
                         let core = cut.core(gpu, cols, 1, Operand::Plane)?;
-                        return draft.loose_op(gpu, "router and route: one", &(core + PLAIN + ROUTER));
+                        return draft.loose_op(
+                            gpu,
+                            "router and route: one",
+                            &[core.as_str(), words, PLAIN, ROUTER].concat(),
+                        );
                     };
                     draft =
                         draft.flag("NORMED", true).flag("CODED", norm.coded.is_some()).flag("CHANGED", true);
@@ -339,7 +345,11 @@ impl Route {
                         None => draft.text("fn store_codes(cell: u32, part: u32, coded: Codes) {}\n"),
                     };
                     let core = cut.core(gpu, cols, 1, Operand::Own)?;
-                    draft.text(NORMED).loose_op(gpu, "norm, router and route: one", &(core + ROUTER))
+                    draft.text(NORMED).loose_op(
+                        gpu,
+                        "norm, router and route: one",
+                        &[core.as_str(), words, ROUTER].concat(),
+                    )
                 }
                 Does::One => draft.text(ALONE).op(gpu, "route: one"),
                 Does::Few => draft.text(LIST).op(gpu, "route: few"),

@@ -13,7 +13,7 @@ const MEAN_PAIRS: usize = 2;
 /// What is to be computed: entries of an expert and some of its pairs, and the pairs by entry.
 ///
 /// `entries` is words: the number n of entries, three that are not read here, and from word 4 on four words an
-/// entry: slot ([`Self::FAR`] added in a second memory, [`Self::ABSENT`] if the expert is not here: skipped), first, count (1 to [`Self::entry_pairs`]), expert. `pairs` is
+/// entry: slot ([`Self::BEHIND`] added in a second memory, [`Self::ABSENT`] if the expert is not here: skipped), first, count (1 to [`Self::entry_pairs`]), expert. `pairs` is
 /// words: the pair `token * top_k + j` at each place; an entry's places are `first .. first + count`. A token
 /// is at most once in an entry.
 #[derive(Clone, Debug)]
@@ -33,9 +33,8 @@ pub struct WorkList {
 impl WorkList {
     /// The slot of an expert that is not here.
     pub const ABSENT: u32 = u32::MAX;
-    /// What a slot of the second memory has added to its number, where experts lie in two
-    /// ([`ExpertLayout::far`]): kernels of either skip the other's entries.
-    pub const FAR: u32 = 1 << 31;
+    /// What is added to the number of a slot of the second memory, where experts lie in two ([`ExpertLayout::and_behind`]).
+    pub const BEHIND: u32 = 1 << 31;
 
     /// Room for `tokens` tokens, of `top_k` of the layout's experts each.
     ///

@@ -11,6 +11,8 @@ pub struct TierMeter {
     pub misses: Counter,
     /// Of these, computed by the processor.
     pub computed: Counter,
+    /// And read by the device's kernels where the ring has them.
+    pub over_bus: Counter,
     /// Experts brought to the device.
     pub loads: Counter,
     /// Their bytes.
@@ -38,6 +40,7 @@ impl TierMeter {
             hits: self.hits.get(),
             misses: self.misses.get(),
             computed: self.computed.get(),
+            over_bus: self.over_bus.get(),
             loads: self.loads.get(),
             load_bytes: self.load_bytes.get(),
             evictions: self.evictions.get(),
@@ -58,6 +61,7 @@ pub struct TierSnapshot {
     pub hits: u64,
     pub misses: u64,
     pub computed: u64,
+    pub over_bus: u64,
     pub loads: u64,
     pub load_bytes: u64,
     pub evictions: u64,
@@ -87,6 +91,7 @@ impl std::ops::Sub for TierSnapshot {
             hits: self.hits.saturating_sub(earlier.hits),
             misses: self.misses.saturating_sub(earlier.misses),
             computed: self.computed.saturating_sub(earlier.computed),
+            over_bus: self.over_bus.saturating_sub(earlier.over_bus),
             loads: self.loads.saturating_sub(earlier.loads),
             load_bytes: self.load_bytes.saturating_sub(earlier.load_bytes),
             evictions: self.evictions.saturating_sub(earlier.evictions),

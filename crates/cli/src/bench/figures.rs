@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use serde_json::{Map, Value, json};
 use smoe_engine::ceiling::{self, DiskCeiling};
-use smoe_engine::forecast::{Forecast, Touched, UploadRates};
+use smoe_engine::forecast::{Forecast, Missing, Touched, UploadRates};
 use smoe_engine::{
     DeviceOpening, DirectIo, Engine, KernelCost, LookAheadReport, OpenMode, OpenTimes, TokenCosts, Vault,
 };
@@ -187,7 +187,12 @@ pub fn set_up(vault: &Vault, bench: &Bench, facts: &Facts) -> Record {
             record.set("device_first_token_ms", rounded(device.rates.first_s * 1e3));
             record.set("device_wait_us", rounded(device.rates.wait_s * 1e6));
             let UploadRates { staging, import, kernel, import_many, staging_many } = device.rates.uploads;
+            let over_bus = match device.rates.missing {
+                Missing::OverBus(rate) => Some(rate),
+                Missing::Computed | Missing::Brought => None,
+            };
             let ways = [
+                ("device_over_bus_gb_s", over_bus),
                 ("device_upload_gb_s", Some(device.rates.upload_bytes_per_s)),
                 ("device_upload_staging_gb_s", staging),
                 ("device_upload_staging_many_gb_s", staging_many),
@@ -288,6 +293,7 @@ pub fn record(vault: &Vault, bench: &Bench, ceilings: &Ceilings, facts: &Facts) 
     if bench.engine.device_tier().is_some() {
         record.spread("device_hit_rate", short.iter().filter_map(|s| s.tier.hit_rate()));
         record.spread("device_computed_here_per_token", per_token(|s| s.tier.computed));
+        record.spread("device_read_over_bus_per_token", per_token(|s| s.tier.over_bus));
         record.spread("device_load_bytes_per_token", per_token(|s| s.tier.load_bytes));
         record.spread("device_submits_per_token", per_token(|s| s.tier.submits));
         record.spread("device_submit_ms_per_token", per_token(|s| s.tier.submit_ns).map(|ns| ns / 1e6));

@@ -294,9 +294,14 @@ fn on_device(
             // What was refused tells more than that less would not do.
             Err(error) => return Err(refused.map_or(error, EngineError::Gpu)),
         };
+        if options.device_path == ExpertPath::ZeroCopy && held.path == ExpertPath::Import {
+            let why = "zero-copy takes a ring that holds every expert, a layer's in one binding".to_owned();
+            path_note = Some(why);
+        }
         // Each expert comes once where all have room.
-        let lends = path == ExpertPath::InPlace
-            || path == ExpertPath::Import && (options.device_path == path || !held.holds_all());
+        let lends = held.path == ExpertPath::InPlace
+            || matches!(held.path, ExpertPath::Import | ExpertPath::ZeroCopy)
+                && (options.device_path == path || !held.holds_all());
         if lends && ring.is_none() {
             // Its pages become memory now: many threads are quicker than the driver at that.
             store.with_memory(|memory| match memory {
@@ -304,6 +309,14 @@ fn on_device(
                 ArenaMemory::Full(_) => {}
             });
             match gpu::Ring::new(device, store.lend(), tables) {
+                Ok(lent) if held.path == ExpertPath::ZeroCopy && options.device_path == ExpertPath::Auto => {
+                    // A device that fails says so where it is asked for more.
+                    if !matches!(gpu::is_bus_worth_it(device, &lent, plan.slot_bytes), Ok(true)) {
+                        path = ExpertPath::Import;
+                    }
+                    ring = Some(lent);
+                    continue;
+                }
                 Ok(lent) => ring = Some(lent),
                 Err(error) => {
                     (path, path_note) = (ExpertPath::Staging, Some(error.to_string()));
@@ -347,7 +360,7 @@ fn path(device: &smoe_gpu::Gpu, options: &EngineOptions) -> (ExpertPath, Option<
     let path = match options.device_path {
         // Who says how many experts a device is to hold wants it to hold them.
         ExpertPath::Auto if shares && options.device_slots.is_none() => ExpertPath::InPlace,
-        ExpertPath::Auto => ExpertPath::Import,
+        ExpertPath::Auto => ExpertPath::ZeroCopy,
         path => path,
     };
     (path, None)

@@ -13,7 +13,7 @@ use crate::EngineError;
 use crate::backend::cpu::CALL_EXPERTS;
 use crate::backend::{Backend, Chosen, DeviceTier, HEAD_ROWS, KernelTimes, Row, TokenCosts};
 use crate::ceiling::{self, MemoryCeiling};
-use crate::device::DevicePlan;
+use crate::device::{DevicePlan, ExpertPath};
 use crate::forecast::{DeviceRates, Forecast, Touched, forecast};
 use crate::governor::Governor;
 use crate::kv::KvCache;
@@ -302,7 +302,8 @@ impl Engine {
         if self.plan.holds_all() {
             self.store.preload_all(&mut *progress)?;
         }
-        if let Some(tier) = self.backend.tier().filter(|tier| tier.plan.holds_all()) {
+        let is_filled = |plan: &DevicePlan| plan.holds_all() || plan.path == ExpertPath::ZeroCopy;
+        if let Some(tier) = self.backend.tier().filter(|tier| is_filled(&tier.plan)) {
             let filled = self.fill_device(&tier.plan, progress);
             self.unless_lost(filled)?;
         }
@@ -324,7 +325,7 @@ impl Engine {
         }
     }
 
-    /// Brings every expert to the device that has room for all.
+    /// Brings every expert to the device that has room for all, or that finds them in the ring.
     fn fill_device(
         &mut self,
         plan: &DevicePlan,
@@ -345,7 +346,7 @@ impl Engine {
                 done += n;
                 self.backend.bring(layer, &mut self.leases)?;
                 // None are copied where the device reads the ring.
-                if plan.expert_bytes > 0 {
+                if plan.expert_bytes > 0 && plan.path != ExpertPath::ZeroCopy {
                     progress(
                         plan.expert_bytes * done as u64 / plan.n_experts.max(1) as u64,
                         plan.expert_bytes,

@@ -18,8 +18,10 @@ pub fn has_device() -> bool {
     DEVICE.is_ok()
 }
 
+/// With so few slots of its own, to which experts are copied: whether a bus is fast enough to be read over is a matter of time.
 pub fn on_gpu(options: &EngineOptions, slots: Option<usize>) -> EngineOptions {
-    EngineOptions { device: DeviceChoice::Gpu(None), device_slots: slots, ..options.clone() }
+    let device_path = if slots.is_some() { ExpertPath::Import } else { ExpertPath::Auto };
+    EngineOptions { device: DeviceChoice::Gpu(None), device_slots: slots, device_path, ..options.clone() }
 }
 
 /// Whether there is a device that imports; false, said aloud, if not.

@@ -9,7 +9,7 @@
 // What is indexed by a literal, once all is inlined, lives in registers: hence the lists of calls in place of
 // loops, `..s` of what is here by the line, token, span or chain, which cut.rs appends.
 //
-// Needs: those lists; coded_tiles.wgsl, coded_job.wgsl; coded_plane.wgsl or coded_own.wgsl, the operand; fn levels, which makes factors of
+// Needs: those lists; coded_tiles.wgsl, memory_one.wgsl or memory_two.wgsl, coded_job.wgsl; coded_plane.wgsl or coded_own.wgsl, the operand; fn levels, which makes factors of
 // codes; fn finish, which takes the sums; fn fma2, const PLAYED; consts THREADS, SLOTS, CHAINS, HELD
 // (lanes hold their shares of tiles, as they cannot of the longest), ONE_ROUND (all items have slots at once: nothing is
 // loaded for a second round, and a kernel that is shorter is sooner where it is needed).
@@ -32,7 +32,7 @@ fn place(job: ptr<function, Job>, item: u32, quarter: u32) -> u32 {
 }
 
 fn load_line(lines: ptr<function, Lines>, at: u32, i: u32) {
-    (*lines)[i] = stored[at + 4u * i];
+    (*lines)[i] = word(at + 4u * i);
 }
 
 fn load(job: ptr<function, Job>, lines: ptr<function, Lines>, slot: u32, item: u32, quarter: u32) {
@@ -47,7 +47,7 @@ fn line(lines: ptr<function, Lines>, at: u32, i: u32) -> vec4<u32> {
     if (HELD == 1u) {
         out = (*lines)[i];
     } else {
-        out = stored[at + 4u * i];
+        out = word(at + 4u * i);
     }
     return out;
 }

@@ -3,7 +3,9 @@
 // Needs: fn hide; consts LOW, HIGH (bits of the planes), TILE_GROUP, AFFINE, TABLE, LEAST (by which a table's levels are more than they
 // are).
 
-@group(0) @binding(0) var<storage, read> stored: array<vec4<u32>>;
+alias Word = vec4<u32>;
+
+@group(0) @binding(0) var<storage, read> stored: array<Word>;
 
 // 64-byte lines of the planes, and of the tile.
 const LOW_LINES: u32 = TILE_GROUP * LOW / 16u;

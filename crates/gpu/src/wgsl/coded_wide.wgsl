@@ -3,7 +3,7 @@
 // are bytes); exchanges with lanes that have other columns of the same rows leave it one row's integer. Then sixteen
 // lanes run down the groups of a block, two rows each, with one fused multiply-add a group.
 //
-// Needs: coded_tiles.wgsl; coded_plane.wgsl or coded_own.wgsl, the operand; coded_wide_exchange.wgsl or
+// Needs: coded_tiles.wgsl; memory_one.wgsl or memory_two.wgsl; coded_plane.wgsl or coded_own.wgsl, the operand; coded_wide_exchange.wgsl or
 // coded_wide_played.wgsl; fn finish, which takes the sums; fn fma2, const PLAYED; the lists load_tiles and take_tiles of what is here by
 // the tile, which cut.rs appends; consts THREADS, TILES_AHEAD, ROW_TILES (of a block of rows), ONE_ROUND.
 
@@ -48,16 +48,16 @@ fn load_tile(job: ptr<function, Job>, window: ptr<function, Window>, first: u32,
         if (LOW == 8u) {
             // Units 4 * (lane / 8) and the three after them: the four words of one piece of activations.
             let start = at + 32u * (lane >> 3u) + (lane & 7u);
-            (*window).pieces[PIECES * i] = stored[start];
-            (*window).pieces[PIECES * i + 1u] = stored[start + 8u];
-            (*window).pieces[PIECES * i + 2u] = stored[start + 16u];
-            (*window).pieces[PIECES * i + 3u] = stored[start + 24u];
+            (*window).pieces[PIECES * i] = word(start);
+            (*window).pieces[PIECES * i + 1u] = word(start + 8u);
+            (*window).pieces[PIECES * i + 2u] = word(start + 16u);
+            (*window).pieces[PIECES * i + 3u] = word(start + 24u);
         } else {
-            (*window).pieces[PIECES * i] = stored[at + lane];
-            (*window).pieces[PIECES * i + 1u] = stored[at + lane + 32u];
+            (*window).pieces[PIECES * i] = word(at + lane);
+            (*window).pieces[PIECES * i + 1u] = word(at + lane + 32u);
         }
         let row = row_of(lane);
-        (*window).scales[i] = stored[at + 4u * LOW_LINES + (row >> 3u)][(row >> 1u) & 3u];
+        (*window).scales[i] = word(at + 4u * LOW_LINES + (row >> 3u))[(row >> 1u) & 3u];
         if (X_AHEAD) {
             load_x(job, window, tile, lane, i);
         }

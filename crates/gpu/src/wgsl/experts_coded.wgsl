@@ -33,7 +33,7 @@ fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) l
     first_block = wg.x * p.blocks;
     let items = min(p.blocks, (p.rows + 31u) / 32u - first_block) * p.tiles;
     var job: Job;
-    job.at = e.slot * p.slot + p.at + first_block * p.tiles * TILE;
+    job.at = start_of(e, p.slot) + p.at + first_block * p.tiles * TILE;
     job.split = 0xffffffffu;
     job.tiles = p.tiles;
     job.items = select(0u, items, e.count > 0u);

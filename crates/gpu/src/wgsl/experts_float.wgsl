@@ -13,7 +13,7 @@ fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) l
     e = entry(wg.y, wg.z);
     take_biases(wg.y);
     var job: Job;
-    job.at = (e.slot * p.slot + p.at) * (16u / UNIT);
+    job.at = (start_of(e, p.slot) + p.at) * (16u / UNIT);
     job.rows = p.rows;
     job.cols = p.cols;
     job.used = select(0u, p.cols, e.count > 0u);

@@ -36,7 +36,7 @@ fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) l
     first_block = wg.x * PART;
     blocks = min(PART, (p.rows + 31u) / 32u - first_block);
     var job: Job;
-    let start = first_block * p.tiles * TILE + e.slot * p.slot;
+    let start = first_block * p.tiles * TILE + start_of(e, p.slot);
     job.at = start + p.gate;
     job.split = blocks * p.tiles;
     job.split_at = start + p.up - job.split * TILE;

@@ -65,7 +65,7 @@ fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) l
     block = wg.x / 2u;
     is_up = wg.x % 2u == 1u;
     var job: Job;
-    job.at = block * p.tiles * TILE + e.slot * p.slot + select(p.gate, p.up, is_up);
+    job.at = block * p.tiles * TILE + start_of(e, p.slot) + select(p.gate, p.up, is_up);
     job.split = 0xffffffffu;
     job.tiles = p.tiles;
     job.items = select(0u, p.tiles, e.count > 0u);

@@ -8,7 +8,7 @@ var<private> e: Entry;
 
 // Blocks of gate, then of up; past the last block, the last.
 fn block_at(block: u32) -> u32 {
-    let matrix = e.slot * p.slot + select(p.gate, p.up, block >= PART);
+    let matrix = start_of(e, p.slot) + select(p.gate, p.up, block >= PART);
     return matrix + (first_block + min(block % PART, blocks - 1u)) * p.tiles * TILE;
 }
 

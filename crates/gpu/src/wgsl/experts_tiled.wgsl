@@ -7,7 +7,7 @@ struct Params { rows: u32, tiles: u32, at: u32, slot: u32, nothing: u32 }
 var<immediate> p: Params;
 
 fn matrix_at() -> u32 {
-    return e.slot * p.slot + p.at;
+    return start_of(e, p.slot) + p.at;
 }
 
 // Past the last token, the last.

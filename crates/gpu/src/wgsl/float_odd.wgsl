@@ -1,17 +1,19 @@
 // Float weights of any width: one load an element.
 //
-// Needs: const KIND: 0 f32, 1 f16, 2 bf16.
+// Needs: const KIND: 0 f32, 1 f16, 2 bf16; memory_one.wgsl or memory_two.wgsl.
 
-@group(0) @binding(0) var<storage, read> matrix: array<u32>;
+alias Word = u32;
 
-// Bytes of what `matrix` is an array of.
+@group(0) @binding(0) var<storage, read> stored: array<Word>;
+
+// Bytes of what `stored` is an array of.
 const UNIT: u32 = 4u;
 
 fn weight(at: u32, i: u32) -> f32 {
     if (KIND == 0u) {
-        return bitcast<f32>(matrix[at + i]);
+        return bitcast<f32>(word(at + i));
     }
-    let bits = (matrix[at + i / 2u] >> (16u * (i & 1u))) & 0xffffu;
+    let bits = (word(at + i / 2u) >> (16u * (i & 1u))) & 0xffffu;
     if (KIND == 1u) {
         return unpack2x16float(bits).x;
     }

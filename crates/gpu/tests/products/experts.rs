@@ -148,38 +148,32 @@ impl Layer {
             None => &self.layout,
         };
         // Of a few tokens every second expert of the list lies in a second memory, whose slots are further apart.
-        let is_far = |i: usize| tokens <= 8 && i % 2 == 1 && experts[i].0 != WorkList::ABSENT;
+        let is_behind = |i: usize| tokens <= 8 && i % 2 == 1 && experts[i].0 != WorkList::ABSENT;
         let entry = |(i, (slot, pairs)): (usize, &'a (u32, Vec<u32>))| {
-            (*slot + if is_far(i) { WorkList::FAR } else { 0 }, i as u32, &pairs[..])
+            (*slot + if is_behind(i) { WorkList::BEHIND } else { 0 }, i as u32, &pairs[..])
         };
         list.write(gpu, tokens, &experts.iter().enumerate().map(entry).collect::<Vec<_>>());
-        let far_bytes = self.slot_bytes + 192;
-        let (mut near, mut far) = (self.slots.clone(), Vec::new());
+        let behind_bytes = self.slot_bytes + 192;
+        let (mut near, mut behind) = (self.slots.clone(), Vec::new());
         for (slot, bytes) in near.chunks_exact_mut(self.slot_bytes).enumerate() {
-            far.extend_from_slice(bytes);
-            far.resize((slot + 1) * far_bytes, 0xff);
-            if experts.iter().enumerate().any(|(i, of)| is_far(i) && of.0 as usize == slot) {
+            behind.extend_from_slice(bytes);
+            behind.resize((slot + 1) * behind_bytes, 0xff);
+            if experts.iter().enumerate().any(|(i, of)| is_behind(i) && of.0 as usize == slot) {
                 bytes.fill(0xff);
             }
         }
-        let mut memories = vec![(layout.clone(), upload(gpu, &near))];
-        if tokens <= 8 {
-            memories.push((layout.far(far_bytes as u64), upload(gpu, &far)));
-        }
-        let ops: Vec<_> = memories
-            .iter()
-            .map(|(layout, slots)| {
-                let gate_up =
-                    GateUp::tuned(gpu, layout, slots, &list, &input, &hidden, tuning, tiling).unwrap();
-                let down = Down::tuned(gpu, layout, slots, &list, &hidden, &y, tuning, tiling).unwrap();
-                (gate_up, down)
-            })
-            .collect();
+        let layout = match tokens {
+            ..=8 => &layout.clone().and_behind(upload(gpu, &behind), behind_bytes as u64),
+            _ => layout,
+        };
+        let slots = upload(gpu, &near);
+        let gate_up = GateUp::tuned(gpu, layout, &slots, &list, &input, &hidden, tuning, tiling).unwrap();
+        let down = Down::tuned(gpu, layout, &slots, &list, &hidden, &y, tuning, tiling).unwrap();
         // Again, as each must leave everything ready for the next time.
         for _ in 0..2 {
             run(gpu, |step| {
-                ops.iter().for_each(|(gate_up, _)| gate_up.record(step, tokens));
-                ops.iter().for_each(|(_, down)| down.record(step, tokens));
+                gate_up.record(step, tokens);
+                down.record(step, tokens);
             });
         }
         self.check_rows(&floats(gpu, &y), (tokens, top_k), experts, &x, all_coded, poison);

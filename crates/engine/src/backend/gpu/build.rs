@@ -20,7 +20,7 @@ use super::flow::{Flow, HALT_BYTES};
 use super::host::HostExperts;
 use super::latent::LatentPlanes;
 use super::lent::{Flights, Ring};
-use super::ops::{Ends, Input, Layer, LayerOps, Lone, Mixer, Moe, Product, Routed, RowBuffer};
+use super::ops::{Ends, Input, Layer, LayerOps, Lone, Mixer, Moe, Operands, Product, Routed, RowBuffer};
 use super::plan::{ATTENTION_SCRATCH, Widths, kv_format, layer_block_bytes};
 use super::recorder::Recorder;
 use super::tier::ExpertTier;
@@ -80,6 +80,8 @@ struct TierOf<'a> {
     /// Slots that the device finds by itself, and where it is told of each expert.
     memory: &'a Slice,
     places: &'a Slice,
+    /// Slots of the ring behind them, and how far those are apart.
+    behind: Option<(&'a Slice, u64)>,
     /// Slots that the host's lists name, by segment.
     listed: &'a [Slice],
     slot_bytes: u64,
@@ -142,7 +144,10 @@ impl GpuBackend {
         let in_place = ring.as_ref().filter(|_| device.path == ExpertPath::InPlace);
         let tier = match in_place {
             Some(ring) => ExpertTier::in_place(&gpu, tables, &device.slots, ring, meter.clone())?,
-            None => ExpertTier::new(&gpu, tables, &device.slots, POLICY, meter.clone())?,
+            None => {
+                let behind = ring.as_ref().filter(|_| device.path == ExpertPath::ZeroCopy);
+                ExpertTier::new(&gpu, tables, &device.slots, POLICY, behind, meter.clone())?
+            }
         };
         let mut builder = Builder::new(&gpu, spec, weights, tables, plan, device.snapshots, exact)?;
         let first = tables.first().map(|table| ExpertLayout::new(table, table.record_len as u64));
@@ -161,8 +166,17 @@ impl GpuBackend {
                 let (memory, table, slot_bytes) = tier.bindings(moe_index - 1);
                 // What the host's lists name: the layer's slots, or those of the ring.
                 let listed = in_place.map_or(std::slice::from_ref(memory), Ring::segments);
+                let behind = tier.behind(moe_index - 1).zip(ring.as_ref().map(Ring::slot_bytes));
                 let table_of = &tables[moe_index - 1];
-                TierOf { index: moe_index - 1, table: table_of, memory, listed, places: table, slot_bytes }
+                TierOf {
+                    index: moe_index - 1,
+                    table: table_of,
+                    memory,
+                    listed,
+                    places: table,
+                    behind,
+                    slot_bytes,
+                }
             });
             layers.push(builder.layer(layer, tier, &lists, device_list.as_ref())?);
         }
@@ -545,7 +559,7 @@ impl<'a> Builder<'a> {
         let ops = match (&weights.ffn, tier) {
             (LayerFfn::Dense(ffn), _) => LayerOps::Dense(Box::new(self.resident(host, ffn, &normed)?)),
             (LayerFfn::Moe { router, router_bias, correction, shared, shared_scale, biases }, Some(tier)) => {
-                let TierOf { index, table, memory, listed, places, slot_bytes } = tier;
+                let TierOf { index, table, memory, listed, places, behind, slot_bytes } = tier;
                 let layout = ExpertLayout::new(table, slot_bytes).activated(self.spec.moe.activation);
                 let layout = match biases {
                     Some(biases) => layout.biased(self.up.rows(&biases.each_ref().map(|b| host.matrix(b)))?),
@@ -574,14 +588,12 @@ impl<'a> Builder<'a> {
                         Some((ffn, gate))
                     }
                 };
-                let coded = normed.coded();
-                let x = ExpertInput { coded: &coded, float: Some(&normed.float) };
                 let hidden = self.hidden(table, &layout, t * self.spec.moe.top_k)?;
-                let routed = |list: &WorkList, memory: &Slice| -> Result<Routed, GpuError> {
-                    Ok(Routed {
-                        gate_up: GateUp::new(self.gpu, &layout, memory, list, &x, &hidden)?,
-                        down: Down::new(self.gpu, &layout, memory, list, &hidden, &self.planes.outputs)?,
-                    })
+                let operands = Operands {
+                    layout,
+                    input: Input { float: normed.float.clone(), coded: normed.coded.clone() },
+                    hidden,
+                    outputs: self.planes.outputs.clone(),
                 };
                 let own = device_list.expect("a model with experts has a list");
                 let bias = router_bias.as_ref().map(|bias| self.up.vector(bias)).transpose()?;
@@ -612,17 +624,23 @@ impl<'a> Builder<'a> {
                     seen: Some((&self.planes.seen, index)),
                 };
                 let halt = (self.halt(), (index + 1) as f32);
+                let route = Route::halting(self.gpu, t, &self.spec.moe, inputs, outputs, Some(halt))?;
+                // Longer steps find nothing behind the slots.
+                let tokens = if behind.is_some() { t.min(route.few()) } else { t };
+                let few = WorkList { tokens, ..own.clone() };
                 LayerOps::Moe(Box::new(Moe {
                     index,
                     router,
                     bias: router_bias.clone(),
-                    route: Route::halting(self.gpu, t, &self.spec.moe, inputs, outputs, Some(halt))?,
-                    own: routed(own, memory)?,
+                    route,
+                    own: operands.routed(self.gpu, &few, memory, behind)?,
+                    list: own.clone(),
                     lists: lists
                         .iter()
                         .flat_map(|list| listed.iter().map(move |memory| (list, memory)))
-                        .map(|(list, memory)| routed(list, memory))
+                        .map(|(list, memory)| operands.routed(self.gpu, list, memory, None))
                         .collect::<Result<_, _>>()?,
+                    operands,
                     shared,
                     logits,
                 }))

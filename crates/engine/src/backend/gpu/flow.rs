@@ -16,7 +16,9 @@ use std::time::Instant;
 use smoe_gpu::{Recorded, Submitted};
 
 use super::begun::Begun;
+use super::host::MARGIN;
 use super::ops::LayerOps;
+use super::tier::Admission;
 use super::{GpuBackend, Pending};
 use crate::EngineError;
 use crate::backend::{Advanced, Follows, Row};
@@ -143,6 +145,13 @@ impl Flow {
     }
 }
 
+impl Flow {
+    /// Whether the device has computed what it finds of this layer, which halted for others.
+    pub(super) fn has_computed(&self, layer: usize) -> bool {
+        self.halted == Some(layer)
+    }
+}
+
 impl GpuBackend {
     /// Paces what may halt by what was measured.
     pub(super) fn pace_by(&mut self, rates: &DeviceRates) {
@@ -174,10 +183,10 @@ impl GpuBackend {
         if from == 0 && self.take_begun(rows, kv, head)? {
             return Ok(Advanced { next: self.layers.len(), halted: false });
         }
-        let halts = !self.tier.holds_all();
-        if halts && self.tokens > self.flow.few {
+        if !self.tier.holds_all() && self.tokens > self.flow.few {
             return Ok(Advanced { next: from, halted: false });
         }
+        let halts = !self.tier.reaches_all();
         if from == 0 {
             self.place(rows, kv);
         }
@@ -394,7 +403,7 @@ impl GpuBackend {
             let len = 4 * rows * self.spec.vocab_size;
             step.read_back(&self.ends.logits.part(0, len as u64), readback, at);
         }
-        let input = self.host.is_some() && !self.tier.holds_all();
+        let input = self.host.is_some() && !self.tier.reaches_all();
         if input {
             let at = at + (4 * rows * self.spec.vocab_size) as u64;
             let len = (4 * self.tokens * self.spec.d_model) as u64;
@@ -465,14 +474,26 @@ impl GpuBackend {
         true
     }
 
-    /// Counts the uses of experts that are here, by kernels that are done.
+    /// Counts the uses of experts by kernels that are done; brings the device what they read over the bus and it is better
+    /// off with.
     pub(super) fn hear(&mut self, layer: usize, routes: &Routes) {
-        let Some(moe) = self.layers[layer].ops.moe() else { return };
+        let Some(index) = self.layers[layer].ops.moe().map(|moe| moe.index) else { return };
+        let mut brought = Vec::new();
         for &expert in routes.union() {
-            if let Some(slot) = self.tier.place(moe.index, expert) {
-                self.tier.used(moe.index, slot, self.tokens_done + stamp(routes, expert));
+            let stamp = self.tokens_done + stamp(routes, expert);
+            if let Some(slot) = self.tier.place(index, expert) {
+                self.tier.used(index, slot, stamp);
+            } else if let Some(from) = self.tier.in_ring_behind(index, expert) {
+                self.meter.misses.add(1);
+                self.meter.over_bus.add(1);
+                if self.tier.is_better_off_with(index, expert, stamp, MARGIN)
+                    && let Admission::Slot(slot) = self.tier.admit(index, expert, stamp)
+                {
+                    brought.push((slot, from));
+                }
             }
         }
+        self.copy_over(index, &brought);
     }
 }
 

@@ -3,14 +3,15 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use smoe_gpu::{CopyKernel, DeviceKind, Gpu, GpuError, Idle, Kernel, Links, Step, Submitted};
+use smoe_gpu::{CopyKernel, DeviceKind, Gpu, GpuError, Idle, Kernel, Links, Slice, Step, Submitted};
 
 use super::lent::Ring;
+use super::tier::Pretence;
 use super::{GpuBackend, Pending};
 use crate::EngineError;
 use crate::backend::{KernelCost, TokenCosts};
 use crate::device::ExpertPath;
-use crate::forecast::{DeviceRates, UploadRates};
+use crate::forecast::{DeviceRates, Missing, UploadRates};
 
 /// Times that each is measured, the first of which is not counted.
 const TIMES: usize = 6;
@@ -27,6 +28,12 @@ const COLD_BYTES: usize = 128 << 20;
 /// the cost of handing over and waiting.
 const FEW: usize = 1;
 const MANY: usize = 8;
+/// For so long a bus is tried at least.
+const BUS_WAKES: Duration = Duration::from_millis(30);
+/// What a layer takes that halts and has one expert computed by the processor, besides the product: EXP-GPU-20. And bytes per second
+/// of that product, of a processor with two channels of memory, which is not timed.
+const HALTED_S: f64 = 150e-6;
+const PRODUCTS_BYTES_PER_S: f64 = 50e9;
 /// Dispatches of next to nothing that are timed.
 const LINKED: usize = 400;
 /// Bytes that are copied: several times what a cache holds.
@@ -87,6 +94,47 @@ fn median(mut times: Vec<f64>) -> f64 {
     times[times.len() / 2]
 }
 
+/// Seconds in which the next slots of the ring come to `to`, once.
+fn time_copy(
+    gpu: &Gpu,
+    ring: &Ring,
+    from: &mut impl Iterator<Item = usize>,
+    to: &[Slice],
+    by_kernel: bool,
+) -> Result<f64, GpuError> {
+    let pairs: Vec<_> = to.iter().zip(from).map(|(to, from)| (ring.slot(from, to.len()), to)).collect();
+    let kernels = if by_kernel {
+        pairs.iter().map(|(from, to)| CopyKernel::new(gpu, from, to)).collect::<Result<Vec<_>, _>>()?
+    } else {
+        Vec::new()
+    };
+    let start = Instant::now();
+    let mut step = gpu.step();
+    if by_kernel {
+        kernels.iter().for_each(|kernel| kernel.record(&mut step));
+    } else {
+        pairs.iter().for_each(|(from, to)| step.copy(from, to));
+    }
+    gpu.wait(&step.submit())?;
+    Ok(start.elapsed().as_secs_f64())
+}
+
+/// Whether a kernel that reads an expert of `len` bytes over the bus is done before the processor would have computed it.
+///
+/// # Errors
+/// If the device fails, or has no room for two experts.
+pub(crate) fn is_bus_worth_it(gpu: &Gpu, ring: &Ring, len: u64) -> Result<bool, GpuError> {
+    let to = [gpu.buffer("an expert", len)?, gpu.buffer("an expert", len)?];
+    let mut from = (0..ring.slots()).cycle();
+    let (began, mut least) = (Instant::now(), f64::INFINITY);
+    // A bus that was idle is slow at first.
+    while least.is_infinite() || began.elapsed() < BUS_WAKES {
+        least = least.min(time_copy(gpu, ring, &mut from, &to, true)?);
+    }
+    let over_bus = least / to.len() as f64;
+    Ok(over_bus <= HALTED_S + len as f64 / PRODUCTS_BYTES_PER_S)
+}
+
 impl GpuBackend {
     /// Times a token, handing over and waiting, and uploads. Keys and values of the first block, and slots, are written:
     /// none if an expert or a token is there already.
@@ -97,17 +145,30 @@ impl GpuBackend {
         let uploads = self.time_uploads()?;
         let upload_bytes_per_s = match self.plan.path {
             ExpertPath::InPlace => f64::INFINITY,
-            ExpertPath::Import => uploads.import.unwrap_or(f64::NAN),
+            ExpertPath::Import | ExpertPath::ZeroCopy => uploads.import.unwrap_or(f64::NAN),
             _ => uploads.staging.unwrap_or(f64::INFINITY),
         };
-        self.tier.pretend(&self.gpu, true);
+        self.tier.pretend(&self.gpu, Pretence::Here);
         let (token, apart) = (self.time_tokens(false), self.time_tokens(true));
-        self.tier.pretend(&self.gpu, false);
+        let behind = if self.plan.path == ExpertPath::ZeroCopy {
+            self.tier.pretend(&self.gpu, Pretence::Behind);
+            Some(self.time_tokens(false))
+        } else {
+            None
+        };
+        self.tier.pretend(&self.gpu, Pretence::None);
         let ((token_s, first_s, dispatches), (apart_s, ..)) = (token?, apart?);
         let wait_s = (apart_s - token_s).max(0.0) / self.layers.len() as f64;
-        let computes_here = self.host.is_some();
+        let missing = match behind.transpose()? {
+            Some((behind_s, ..)) => {
+                let bytes = self.tier.token_bytes(self.spec.moe.top_k);
+                Missing::OverBus(bytes as f64 / (behind_s - token_s).max(1e-9))
+            }
+            None if self.host.is_some() => Missing::Computed,
+            None => Missing::Brought,
+        };
         let rates =
-            DeviceRates { token_s, first_s, dispatches, wait_s, upload_bytes_per_s, uploads, computes_here };
+            DeviceRates { token_s, first_s, dispatches, wait_s, upload_bytes_per_s, uploads, missing };
         self.pace_by(&rates);
         Ok(Some(rates))
     }
@@ -118,9 +179,9 @@ impl GpuBackend {
         if !self.tier.is_empty() || self.tokens > 0 {
             return Ok(None);
         }
-        self.tier.pretend(&self.gpu, true);
+        self.tier.pretend(&self.gpu, Pretence::Here);
         let costs = self.time_kernels();
-        self.tier.pretend(&self.gpu, false);
+        self.tier.pretend(&self.gpu, Pretence::None);
         self.recorder.clear();
         self.headed.clear();
         (self.tokens, self.tokens_done, self.pending) = (0, 0, Pending::Nothing);
@@ -276,26 +337,10 @@ impl GpuBackend {
         by_kernel: bool,
     ) -> Result<f64, EngineError> {
         let mut from = (0..ring.slots()).cycle();
+        let to: Vec<_> = (0..count as u32).map(|to| self.tier.slot(0, to, len)).collect();
         let mut times = Vec::with_capacity(TIMES);
         for _ in 0..TIMES {
-            let pairs = (0..count as u32).zip(&mut from);
-            let pairs: Vec<_> =
-                pairs.map(|(to, from)| (ring.slot(from, len), self.tier.slot(0, to, len))).collect();
-            let kernels = if by_kernel {
-                let kernels = pairs.iter().map(|(from, to)| CopyKernel::new(&self.gpu, from, to));
-                kernels.collect::<Result<Vec<_>, _>>()?
-            } else {
-                Vec::new()
-            };
-            let start = Instant::now();
-            let mut step = self.gpu.step();
-            if by_kernel {
-                kernels.iter().for_each(|kernel| kernel.record(&mut step));
-            } else {
-                pairs.iter().for_each(|(from, to)| step.copy(from, to));
-            }
-            self.gpu.wait(&step.submit())?;
-            times.push(start.elapsed().as_secs_f64());
+            times.push(time_copy(&self.gpu, ring, &mut from, &to, by_kernel)?);
         }
         Ok((count as u64 * len) as f64 / median(times))
     }

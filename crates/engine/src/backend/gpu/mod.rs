@@ -5,8 +5,8 @@
 //! ones, that miss some in any case, are recorded layer by layer and handed over when the host must know which
 //! experts a layer needs.
 //!
-//! What the device lacks is copied to it by the processor or by itself, from the ring that is lent to it (`lent.rs`); or it
-//! is read where the ring has it, and there is no tier but the ring ([`ExpertPath`]).
+//! What the device lacks is copied to it by the processor or by itself, from the ring that is lent to it (`lent.rs`); or
+//! kernels read it where the ring has it, over the bus, or because there is no tier but the ring ([`ExpertPath`]).
 //!
 //! Experts' products have the CPU's bits where the device's fma is fused ([`Gpu::fused_fma`]), so it does not
 //! matter which of the two computes an expert; attention and norms sum in an order of their own.
@@ -50,6 +50,7 @@ use flow::{Flow, stamp};
 use host::{HostExperts, MARGIN};
 use lent::Flights;
 pub(crate) use lent::Ring;
+pub(crate) use measure::is_bus_worth_it;
 use ops::{Ends, Layer, LayerOps, Mixer, RowBuffer};
 pub(crate) use plan::{max_chunk, unsupported};
 use recorder::Recorder;
@@ -466,7 +467,10 @@ impl Backend for GpuBackend {
     }
 
     fn lacks(&mut self, layer: usize, expert: u32) -> bool {
-        self.layers[layer].ops.moe().is_none_or(|moe| self.tier.place(moe.index, expert).is_none())
+        let Some(index) = self.layers[layer].ops.moe().map(|moe| moe.index) else { return true };
+        // Behind the slots only the device finds it: it has, where it halted for others.
+        let is_behind = || self.flow.has_computed(layer) && self.tier.in_ring_behind(index, expert).is_some();
+        self.tier.place(index, expert).is_none() && !is_behind()
     }
 
     fn wants_order(&self, _routes: &Routes) -> bool {
@@ -553,6 +557,7 @@ impl Backend for GpuBackend {
         }
         if self.ring.is_some() {
             self.land_all()?;
+            self.leave_behind()?;
             self.ring = None;
             self.plan.path = ExpertPath::Staging;
             self.path_note = Some("memory was short, and the ring was taken back from the device".to_owned());
@@ -610,11 +615,14 @@ impl Backend for GpuBackend {
             if self.reads_in_place() {
                 // One that lies elsewhere is named by the host when it is needed.
                 drop(self.tier.place_at(index, lease));
+            } else if self.reads_over_bus() {
+                // Its first use brings it.
+                drop(self.tier.place_behind(index, lease));
             } else if let Admission::Slot(slot) = self.tier.admit(index, expert, self.tokens_done) {
                 batch.push((slot, lease));
             }
         }
-        if self.reads_in_place() {
+        if self.reads_in_place() || self.reads_over_bus() {
             self.tier.tell(&self.gpu, index);
             return Ok(self.gpu.check()?);
         }
@@ -666,6 +674,43 @@ impl GpuBackend {
         self.plan.path == ExpertPath::InPlace
     }
 
+    /// Kernels read what the device lacks where the ring has it, over the bus.
+    fn reads_over_bus(&self) -> bool {
+        self.plan.path == ExpertPath::ZeroCopy
+    }
+
+    /// Brings experts that lie behind a layer's slots into some of those, from slots of the ring: before what is recorded, by the
+    /// device.
+    fn copy_over(&mut self, index: usize, brought: &[(u32, usize)]) {
+        let Some(ring) = self.ring.as_ref().filter(|_| !brought.is_empty()) else { return };
+        let copies = self.copies.get_or_insert_with(|| self.gpu.step());
+        for &(slot, from) in brought {
+            let to = self.tier.slot(index, slot, self.tier.slot_bytes(index).unwrap_or(0));
+            copies.copy(&ring.slot(from, to.len()), &to);
+        }
+        self.tier.tell(&self.gpu, index);
+    }
+
+    /// Gives up what lies behind slots: no kernel reads it any more, nor any that is recorded. Kernels that do without are made
+    /// now.
+    fn leave_behind(&mut self) -> Result<(), EngineError> {
+        if !self.reads_over_bus() {
+            return Ok(());
+        }
+        (self.flow.foreseen, self.flow.begun) = (None, None);
+        // What is under way may read it without a lease in a flight.
+        let copies = self.copies.take().unwrap_or_else(|| self.gpu.step());
+        self.gpu.wait(&copies.submit())?;
+        self.tier.leave_behind(&self.gpu).into_iter().for_each(drop);
+        for layer in &mut self.layers {
+            if let LayerOps::Moe(moe) = &mut layer.ops {
+                let (slots, ..) = self.tier.bindings(moe.index);
+                moe.own = moe.operands.routed(&self.gpu, &moe.list, slots, None)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Brings experts into their slots, before what is recorded: now, or by the device, which holds their leases until it has.
     fn upload(&mut self, index: usize, batch: Vec<(u32, Lease)>) {
         if batch.is_empty() {
@@ -703,6 +748,8 @@ impl GpuBackend {
         self.meter.computed.add(ready.len() as u64);
         let mut batch = Vec::new();
         for lease in ready.drain(..) {
+            // Where it lies behind the slots the device finds it from now on.
+            let Some(lease) = self.tier.place_behind(index, lease) else { continue };
             let expert = lease.key().expert;
             let stamp = self.tokens_done + stamp(routes, expert);
             if self.tier.is_better_off_with(index, expert, stamp, MARGIN)
@@ -712,6 +759,7 @@ impl GpuBackend {
             }
         }
         self.upload(index, batch);
+        self.tier.tell(&self.gpu, index);
     }
 
     /// Brings experts into their slots and records them.

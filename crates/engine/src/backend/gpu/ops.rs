@@ -2,8 +2,9 @@
 
 use smoe_format::Encoding;
 use smoe_gpu::{
-    Argmax, Attention, CodedMatmul, CodedPlane, DeltaNet, Down, Embed, ExactMatmul, FloatMatmul, GateUp, Gpu,
-    GpuError, MixNorm, NormMatmul, OwnMatmul, RopeAppend, Route, Slice, Step, WorkList,
+    Argmax, Attention, CodedMatmul, CodedPlane, DeltaNet, Down, Embed, ExactMatmul, ExpertInput,
+    ExpertLayout, FloatMatmul, GateUp, Gpu, GpuError, Hidden, MixNorm, NormMatmul, OwnMatmul, RopeAppend,
+    Route, Slice, Step, WorkList,
 };
 
 use super::latent::Latent;
@@ -70,6 +71,38 @@ impl Routed {
     }
 }
 
+/// What experts' kernels of a layer work on, besides a list and slots.
+pub(super) struct Operands {
+    pub(super) layout: ExpertLayout,
+    /// The layer's input.
+    pub(super) input: Input,
+    pub(super) hidden: Hidden,
+    /// `[T, top_k, d_model]`.
+    pub(super) outputs: Slice,
+}
+
+impl Operands {
+    /// The kernels over a list of what lies in `slots`, and `behind` them with slots so far apart.
+    pub(super) fn routed(
+        &self,
+        gpu: &Gpu,
+        list: &WorkList,
+        slots: &Slice,
+        behind: Option<(&Slice, u64)>,
+    ) -> Result<Routed, GpuError> {
+        let layout = match behind {
+            Some((behind, apart)) => &self.layout.clone().and_behind(behind.clone(), apart),
+            None => &self.layout,
+        };
+        let coded = self.input.coded();
+        let x = ExpertInput { coded: &coded, float: Some(&self.input.float) };
+        Ok(Routed {
+            gate_up: GateUp::new(gpu, layout, slots, list, &x, &self.hidden)?,
+            down: Down::new(gpu, layout, slots, list, &self.hidden, &self.outputs)?,
+        })
+    }
+}
+
 /// What an MoE layer does.
 pub(super) struct Moe {
     /// Its number among the MoE layers.
@@ -81,8 +114,11 @@ pub(super) struct Moe {
     pub(super) bias: Option<Vec<f32>>,
     /// The choice of experts, and the list of them.
     pub(super) route: Route,
-    /// Over that list.
+    /// Over that list: of the layer's slots, and of what lies behind them, if anything does; then of few tokens.
     pub(super) own: Routed,
+    /// The device's list.
+    pub(super) list: WorkList,
+    pub(super) operands: Operands,
     /// Over those that the host writes: of each list one for every segment of memory that has slots.
     pub(super) lists: Vec<Routed>,
     /// The shared expert, and the product that its weight is the sigmoid of.

@@ -26,7 +26,7 @@ impl DevicePlan {
     /// Decides: backbone, cache and planes, and experts with what remains, in equal shares.
     ///
     /// `limit` bytes are used at most, `None` takes nearly all of a card's memory; `most_slots` experts of a layer. Those
-    /// that are read where the ring has them, by `path`, take none.
+    /// that are read where the ring has them, by `path`, take none. What can not be read over the bus is copied.
     ///
     /// # Errors
     /// If even a token's experts of each layer do not fit, or the device cannot bind what it must.
@@ -83,13 +83,19 @@ impl DevicePlan {
             );
             return Err(EngineError::Unsupported { what });
         }
-        // In place a kernel addresses a layer's slots of the ring, if all are there; else a segment of it.
+        // A kernel addresses a layer's slots of the ring, if all are there; else, in place, a segment of it.
         let stride = plan.slot_bytes.next_multiple_of(PAGE as u64);
+        let is_whole = |table: &LayerTable| {
+            plan.holds_all() && u64::from(table.n_experts).saturating_mul(stride) <= most
+        };
+        let path = match path {
+            ExpertPath::ZeroCopy if !tables.iter().all(is_whole) => ExpertPath::Import,
+            path => path,
+        };
         let slots_of = |table: &LayerTable| {
             let n_experts = table.n_experts as usize;
             if in_place {
-                let whole = (n_experts as u64).saturating_mul(stride) <= most;
-                return if plan.holds_all() && whole { n_experts } else { 0 };
+                return if is_whole(table) { n_experts } else { 0 };
             }
             let slots = (each.min(most) / table.record_len.max(1) as u64) as usize;
             slots.min(n_experts).min(most_slots.unwrap_or(usize::MAX))

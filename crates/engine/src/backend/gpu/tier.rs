@@ -7,19 +7,42 @@
 //! overwritten before that kernel is submitted: the device works in the order of submission.
 //!
 //! A ring that has room for every expert has a layer's slots in a row if it was filled in the order of the file. Those
-//! that lie so are the layer's slots here too ([`ExpertTier::place_at`]); their leases are kept, so none is evicted.
+//! that lie so are the layer's slots here too ([`ExpertTier::place_at`]); their leases are kept, so none is evicted. Behind a
+//! cache they are a second memory ([`ExpertTier::place_behind`]): kernels read there, over the bus, what the device's has not.
 
 use std::sync::Arc;
 
 use smoe_format::expert_file::LayerTable;
-use smoe_gpu::{Gpu, GpuError, Slice};
+use smoe_gpu::{Gpu, GpuError, Slice, WorkList};
 use smoe_meter::TierMeter;
 use smoe_store::{Lease, Policy, PolicyKind};
 
 use super::lent::Ring;
 
 /// What a table says of an expert that is not here.
-pub(super) const ABSENT: u32 = u32::MAX;
+pub(super) const ABSENT: u32 = WorkList::ABSENT;
+
+/// A layer's experts in the ring, behind its slots of the device's memory.
+struct Behind {
+    /// Slots of the ring, back to back, one for each expert.
+    memory: Slice,
+    /// The first of them.
+    base: u32,
+    /// By expert, counted from the first; or [`ABSENT`].
+    slot_of: Vec<u32>,
+    leases: Vec<Lease>,
+}
+
+/// Where a table says that experts are, for what is timed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Pretence {
+    /// All in the layer's slots, whatever lies there.
+    Here,
+    /// All behind them.
+    Behind,
+    /// Where they are.
+    None,
+}
 
 /// One layer's slots.
 struct LayerTier {
@@ -42,9 +65,23 @@ struct LayerTier {
     used_in: Vec<u64>,
     free: Vec<u32>,
     policy: Box<dyn Policy>,
+    behind: Option<Behind>,
 }
 
 impl LayerTier {
+    /// What the device is told of an expert.
+    fn place_of(&self, expert: usize) -> u32 {
+        match (self.slot_of[expert], self.slot_behind(expert)) {
+            (ABSENT, Some(slot)) => WorkList::BEHIND | slot,
+            (slot, _) => slot,
+        }
+    }
+
+    /// The place of an expert behind the slots.
+    fn slot_behind(&self, expert: usize) -> Option<u32> {
+        self.behind.as_ref().map(|behind| behind.slot_of[expert]).filter(|&slot| slot != ABSENT)
+    }
+
     /// Tells the policy of a use, if it will ever be asked: not where every expert has a slot.
     fn touch(&mut self, slot: u32, stamp: u64) {
         if self.expert_of.len() < self.slot_of.len() {
@@ -68,8 +105,10 @@ pub(super) struct ExpertTier {
     meter: Arc<TierMeter>,
     /// Number of the step being recorded.
     step: u64,
-    /// Experts that are not here.
+    /// Experts that are not in the layers' slots.
     absent: usize,
+    /// Of these, those that are not behind them either.
+    out_of_reach: usize,
 }
 
 impl std::fmt::Debug for ExpertTier {
@@ -79,7 +118,8 @@ impl std::fmt::Debug for ExpertTier {
 }
 
 impl ExpertTier {
-    /// `slots[i]` slots for the i-th MoE layer.
+    /// `slots[i]` slots for the i-th MoE layer; behind them the slots of a ring that has room for every expert, if there is
+    /// one, as far as bindings go.
     ///
     /// # Errors
     /// If the device has no room for them.
@@ -88,10 +128,19 @@ impl ExpertTier {
         tables: &[LayerTable],
         slots: &[usize],
         kind: PolicyKind,
+        ring: Option<&Ring>,
         meter: Arc<TierMeter>,
     ) -> Result<Self, GpuError> {
+        let mut base = 0;
         let layer = |(table, &slots): (&LayerTable, &usize)| {
             let (n_experts, slot_bytes) = (table.n_experts as usize, table.record_len as u64);
+            let behind = ring.and_then(|ring| ring.run(base, n_experts)).map(|memory| Behind {
+                memory,
+                base: base as u32,
+                slot_of: vec![ABSENT; n_experts],
+                leases: Vec::new(),
+            });
+            base += n_experts;
             let memory = gpu.buffer("experts", slots as u64 * slot_bytes)?;
             let places = gpu.buffer("places of experts", n_experts as u64 * 4)?;
             gpu.write(&places, 0, &vec![0xff; n_experts * 4]);
@@ -107,11 +156,12 @@ impl ExpertTier {
                 used_in: vec![0; slots],
                 free: (0..slots as u32).rev().collect(),
                 policy: kind.build(slots, n_experts),
+                behind,
             })
         };
         let layers = tables.iter().zip(slots).map(layer).collect::<Result<_, GpuError>>()?;
         let absent = tables.iter().map(|table| table.n_experts as usize).sum();
-        Ok(Self { layers, meter, step: 1, absent })
+        Ok(Self { layers, meter, step: 1, absent, out_of_reach: absent })
     }
 
     /// The same in the ring, `slots[i]` being all experts of the layer, or 0: then only what the host names is read.
@@ -148,11 +198,12 @@ impl ExpertTier {
                 free: Vec::new(),
                 // Nothing is evicted.
                 policy: PolicyKind::Lru.build(1, 1),
+                behind: None,
             })
         };
         let layers = tables.iter().zip(slots).map(layer).collect::<Result<_, GpuError>>()?;
         let absent = tables.iter().map(|table| table.n_experts as usize).sum();
-        Ok(Self { layers, meter, step: 1, absent })
+        Ok(Self { layers, meter, step: 1, absent, out_of_reach: absent })
     }
 
     /// What the kernels of the `index`-th MoE layer bind: its memory, its table, and how far slots are apart.
@@ -178,18 +229,58 @@ impl ExpertTier {
         layer.slot_of[expert as usize] = at;
         layer.leases.push(lease);
         self.absent -= 1;
+        self.out_of_reach -= 1;
         None
     }
 
-    /// True if every expert of every layer is here.
+    /// The memory behind the slots of the `index`-th MoE layer, if there is one.
+    pub(super) fn behind(&self, index: usize) -> Option<&Slice> {
+        self.layers[index].behind.as_ref().map(|behind| &behind.memory)
+    }
+
+    /// Keeps an expert that lies behind the `index`-th MoE layer's slots, and its lease; gives the lease back if it lies
+    /// elsewhere. The device is told by [`Self::tell`].
+    pub(super) fn place_behind(&mut self, index: usize, lease: Lease) -> Option<Lease> {
+        let layer = &mut self.layers[index];
+        let Some(behind) = &mut layer.behind else { return Some(lease) };
+        let (expert, slot) = (lease.key().expert as usize, lease.slot() as u32);
+        let at = slot.checked_sub(behind.base).filter(|&at| (at as usize) < behind.slot_of.len());
+        let Some(at) = at.filter(|_| behind.slot_of[expert] == ABSENT) else { return Some(lease) };
+        behind.slot_of[expert] = at;
+        behind.leases.push(lease);
+        self.out_of_reach -= usize::from(layer.slot_of[expert] == ABSENT);
+        None
+    }
+
+    /// The slot of the ring of an expert that lies behind the `index`-th MoE layer's slots.
+    pub(super) fn in_ring_behind(&self, index: usize, expert: u32) -> Option<usize> {
+        let layer = &self.layers[index];
+        let slot = layer.slot_behind(expert as usize)?;
+        layer.behind.as_ref().map(|behind| (behind.base + slot) as usize)
+    }
+
+    /// Forgets what lies behind slots; gives the leases, which steps that are under way may read still.
+    pub(super) fn leave_behind(&mut self, gpu: &Gpu) -> Vec<Lease> {
+        let behind: Vec<_> = self.layers.iter_mut().filter_map(|layer| layer.behind.take()).collect();
+        self.out_of_reach = self.absent;
+        (0..self.layers.len()).for_each(|index| self.tell(gpu, index));
+        behind.into_iter().flat_map(|behind| behind.leases).collect()
+    }
+
+    /// True if every expert of every layer is in its slots.
     pub(super) const fn holds_all(&self) -> bool {
         self.absent == 0
     }
 
-    /// True if there is none.
+    /// True if kernels find every expert, in its layer's slots or behind them.
+    pub(super) const fn reaches_all(&self) -> bool {
+        self.out_of_reach == 0
+    }
+
+    /// True if they find none.
     pub(super) fn is_empty(&self) -> bool {
         let experts: usize = self.layers.iter().map(|layer| layer.slot_of.len()).sum();
-        self.absent == experts
+        self.out_of_reach == experts
     }
 
     /// Bytes of a slot of the `index`-th MoE layer, if there is one.
@@ -197,21 +288,30 @@ impl ExpertTier {
         self.layers.get(index).map(|layer| layer.slot_bytes)
     }
 
+    /// Bytes of the experts of a token, `top_k` of each layer.
+    pub(super) fn token_bytes(&self, top_k: usize) -> u64 {
+        self.layers.iter().map(|layer| top_k as u64 * layer.slot_bytes).sum()
+    }
+
     /// Slots of the `index`-th MoE layer.
     pub(super) fn room(&self, index: usize) -> usize {
         self.layers[index].expert_of.len()
     }
 
-    /// Tells the device that every expert is somewhere, whatever lies there; or again what is true.
-    pub(super) fn pretend(&self, gpu: &Gpu, all: bool) {
+    /// Tells the device that every expert is somewhere, or again what is true; of layers that have nothing behind their
+    /// slots, that they are in those.
+    pub(super) fn pretend(&self, gpu: &Gpu, where_: Pretence) {
         for (index, layer) in self.layers.iter().enumerate() {
-            if all {
-                let experts = layer.slot_of.len() as u32;
-                let table: Vec<u32> = (0..experts).map(|expert| expert % layer.room).collect();
-                gpu.write(&layer.table, 0, bytemuck::cast_slice(&table));
-            } else {
-                self.tell(gpu, index);
-            }
+            let experts = layer.slot_of.len() as u32;
+            let table: Vec<u32> = match (where_, &layer.behind) {
+                (Pretence::None, _) => {
+                    self.tell(gpu, index);
+                    continue;
+                }
+                (Pretence::Behind, Some(_)) => (0..experts).map(|expert| WorkList::BEHIND | expert).collect(),
+                _ => (0..experts).map(|expert| expert % layer.room).collect(),
+            };
+            gpu.write(&layer.table, 0, bytemuck::cast_slice(&table));
         }
     }
 
@@ -262,12 +362,14 @@ impl ExpertTier {
                 let old = std::mem::replace(&mut layer.expert_of[slot as usize], ABSENT);
                 layer.slot_of[old as usize] = ABSENT;
                 self.absent += 1;
+                self.out_of_reach += usize::from(layer.slot_behind(old as usize).is_none());
                 self.meter.evictions.add(1);
                 slot
             }
         };
         layer.slot_of[expert as usize] = slot;
         self.absent -= 1;
+        self.out_of_reach -= usize::from(layer.slot_behind(expert as usize).is_none());
         layer.expert_of[slot as usize] = expert;
         layer.used_in[slot as usize] = step;
         layer.policy.insert(slot, expert, stamp);
@@ -280,7 +382,8 @@ impl ExpertTier {
     /// each write is a copy of its own there.
     pub(super) fn tell(&self, gpu: &Gpu, index: usize) {
         let layer = &self.layers[index];
-        gpu.write(&layer.table, 0, bytemuck::cast_slice(&layer.slot_of));
+        let places: Vec<u32> = (0..layer.slot_of.len()).map(|expert| layer.place_of(expert)).collect();
+        gpu.write(&layer.table, 0, bytemuck::cast_slice(&places));
     }
 
     /// The bytes of a slot, to be written.
@@ -293,17 +396,24 @@ impl ExpertTier {
     /// way may read still.
     pub(super) fn clear(&mut self, gpu: &Gpu, index: usize) -> Vec<Lease> {
         let layer = &mut self.layers[index];
-        let leases = std::mem::take(&mut layer.leases);
+        let mut leases = std::mem::take(&mut layer.leases);
+        let is_cache = leases.is_empty();
         for slot in 0..layer.expert_of.len() as u32 {
             let expert = std::mem::replace(&mut layer.expert_of[slot as usize], ABSENT);
             if expert != ABSENT {
                 layer.slot_of[expert as usize] = ABSENT;
                 self.absent += 1;
-                if leases.is_empty() {
+                self.out_of_reach += usize::from(layer.slot_behind(expert as usize).is_none());
+                if is_cache {
                     layer.policy.remove(slot);
                     layer.free.push(slot);
                 }
             }
+        }
+        if let Some(behind) = &mut layer.behind {
+            self.out_of_reach += behind.leases.len();
+            behind.slot_of.fill(ABSENT);
+            leases.append(&mut behind.leases);
         }
         self.tell(gpu, index);
         leases
