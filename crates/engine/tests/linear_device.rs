@@ -72,6 +72,25 @@ fn fixtures_meet_the_goldens() {
     }
 }
 
+/// Kernels that do not depend on each other are one dispatch: the shared expert's and its gate's are the routed ones'.
+#[test]
+fn a_shared_expert_takes_a_token_no_dispatch() {
+    if !has_device() {
+        return;
+    }
+    let model = TinyModel::qwen3_next(30);
+    let mut alone = model.spec.clone();
+    (alone.moe.d_shared, alone.moe.shared_gate) = (0, false);
+    let [with, without] = [model, TinyModel::new(alone, 30)].map(|model| {
+        let dir = tempfile::tempdir().unwrap();
+        let vault = write_tiny(dir.path(), &model, "q4/64", "q8/64");
+        let mut engine = open(&vault, &on_gpu(&options(RingSize::Auto, 64, 1), None));
+        engine.measure_device().unwrap().unwrap().dispatches
+    });
+    assert_eq!(with, without);
+    eprintln!("{with} dispatches");
+}
+
 #[test]
 fn what_the_device_holds_and_how_steps_are_cut_do_not_change_a_bit() {
     if !has_device() {

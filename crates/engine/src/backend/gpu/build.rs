@@ -6,11 +6,11 @@ use std::time::Instant;
 use smoe_format::expert_file::{LayerTable, TensorEntry};
 use smoe_format::{Encoding, FfnKind, ModelSpec, Uniform};
 use smoe_gpu::{
-    Angles, Argmax, Attention, AttentionGate, AttentionHeads, AttentionOutputs, AttentionScratch,
-    CodedMatmul, CodedPlane, Columns, Delta, Down, Embed, ExactMatmul, ExpertInput, ExpertLayout,
-    FloatMatmul, GateUp, Gpu, GpuError, Halt, Hidden, KvLayout, MixNorm, NormInput, NormMatmul, NormOutputs,
-    OwnMatmul, Projections as Projected, QkNorm, RopeAppend, RopeInput, RopePairs, Route, RouteInputs,
-    RouteOutputs, RouterNorm, Rows, Shared, Slice, Weights as DeviceWeights, WorkList,
+    Angles, Argmax, Attention, AttentionGate, AttentionHeads, AttentionOutputs, AttentionScratch, Beside,
+    CodedMatmul, CodedPlane, Columns, Delta, Embed, ExactMatmul, ExpertLayout, FloatMatmul, Gpu, GpuError,
+    Halt, Hidden, KvLayout, MixNorm, NormInput, NormMatmul, NormOutputs, OwnMatmul, Projections as Projected,
+    QkNorm, RopeAppend, RopeInput, RopePairs, Route, RouteInputs, RouteOutputs, RouterNorm, Rows, Shared,
+    Slice, Weights as DeviceWeights, WorkList,
 };
 use smoe_kernels::{Kernels, KvType, Matrix, Pool};
 use smoe_meter::TierMeter;
@@ -20,11 +20,14 @@ use super::flow::{Flow, HALT_BYTES};
 use super::host::HostExperts;
 use super::latent::LatentPlanes;
 use super::lent::{Flights, Ring};
-use super::ops::{Ends, Input, Layer, LayerOps, Lone, Mixer, Moe, Operands, Product, Routed, RowBuffer};
+use super::ops::{
+    Ends, Gate, Input, Layer, LayerOps, Lone, Mixer, Moe, Operands, Product, Resident, RowBuffer,
+    SharedExpert,
+};
 use super::plan::{ATTENTION_SCRATCH, Widths, kv_format, layer_block_bytes};
 use super::recorder::Recorder;
 use super::tier::ExpertTier;
-use super::weights::{DeviceMatrix, Uploader, stackable};
+use super::weights::{DeviceMatrix, Part, Uploader, stackable};
 use super::{GpuBackend, LISTS, Pending};
 use crate::EngineError;
 use crate::backend::{DeviceOpening, HEAD_ROWS, cpu};
@@ -389,18 +392,52 @@ impl<'a> Builder<'a> {
         stride: usize,
     ) -> Result<Vec<Product>, GpuError> {
         let mut products = Vec::new();
+        for (matrix, offset) in self.stacks(matrices)? {
+            self.products_of(&matrix, input, tokens, out, stride, offset, &mut products)?;
+        }
+        Ok(products)
+    }
+
+    /// Matrices of one input, as many together as can be, and where the outputs of each begin.
+    fn stacks(&mut self, matrices: &[Matrix<'_>]) -> Result<Vec<(DeviceMatrix, usize)>, GpuError> {
+        let mut stacks = Vec::new();
         let mut offset = 0;
         let mut rest = matrices;
         while !rest.is_empty() {
-            // As many together as can be.
             let n = (2..=rest.len()).rev().find(|&n| stackable(&rest[..n])).unwrap_or(1);
             let (together, others) = rest.split_at(n);
-            let uploaded = self.up.stack(together)?;
-            self.products_of(&uploaded, input, tokens, out, stride, offset, &mut products)?;
+            stacks.push((self.up.stack(together)?, offset));
             offset += together.iter().map(Matrix::rows).sum::<usize>();
             rest = others;
         }
-        Ok(products)
+        Ok(stacks)
+    }
+
+    /// One token's products with a coded and a float matrix, in one dispatch.
+    fn beside(
+        &self,
+        stacks: &[(DeviceMatrix, usize)],
+        input: &Input,
+        out: &Slice,
+        stride: usize,
+    ) -> Result<Option<Beside>, GpuError> {
+        let [(coded, first), (float, second)] = stacks else { return Ok(None) };
+        let (Some(tiles), [coded_part], [float_part]) =
+            (coded.encoding.tiles(), coded.parts.as_slice(), float.parts.as_slice())
+        else {
+            return Ok(None);
+        };
+        let x = input.coded.iter().find(|x| x.suits(tiles, coded.cols));
+        let Some(x) = x.filter(|_| !self.exact && float.encoding.is_float()) else { return Ok(None) };
+        let columns = |offset: usize| Columns { plane: out.clone(), stride, offset };
+        let weights = |matrix: &DeviceMatrix, part: &Part| {
+            DeviceWeights::new(part.bytes.clone(), part.rows, matrix.cols, matrix.encoding)
+        };
+        Beside::products(
+            self.gpu,
+            (&weights(coded, coded_part), x, &columns(*first)),
+            (&weights(float, float_part), &input.float, &columns(*second)),
+        )
     }
 
     fn products_of(
@@ -490,11 +527,15 @@ impl<'a> Builder<'a> {
 
         let projected = self.planes.projected.clone();
         let stacked = if stackable(&matrices) { Some(self.up.stack(&matrices)?) } else { None };
+        let stacks = match &stacked {
+            Some(stacked) => vec![(stacked.clone(), 0)],
+            None => self.stacks(&matrices)?,
+        };
         let mut qkv = Vec::new();
-        match &stacked {
-            Some(stacked) => self.products_of(stacked, &input, t, &projected, stride, 0, &mut qkv)?,
-            None => qkv = self.product(&matrices, &input, t, &projected, stride)?,
+        for (matrix, offset) in &stacks {
+            self.products_of(matrix, &input, t, &projected, stride, *offset, &mut qkv)?;
         }
+        let lone_qkv = self.beside(&stacks, &input, &projected, stride)?;
         // Between them the router's norm has what is kept.
         let lone = match &stacked {
             Some(stacked) if matches!(weights.ffn, LayerFfn::Moe { .. }) => {
@@ -580,12 +621,12 @@ impl<'a> Builder<'a> {
                 let shared = match shared {
                     None => None,
                     Some(ffn) => {
-                        let ffn = self.resident(host, ffn, &normed)?;
+                        let expert = self.resident(host, ffn, &normed)?;
                         let gate = match shared_scale {
                             None => None,
                             Some(scale) => Some(self.gate(host.matrix(scale), &normed)?),
                         };
-                        Some((ffn, gate))
+                        Some(SharedExpert { expert, gate })
                     }
                 };
                 let hidden = self.hidden(table, &layout, t * self.spec.moe.top_k)?;
@@ -628,6 +669,7 @@ impl<'a> Builder<'a> {
                 // Longer steps find nothing behind the slots.
                 let tokens = if behind.is_some() { t.min(route.few()) } else { t };
                 let few = WorkList { tokens, ..own.clone() };
+                let lone = operands.with_shared(self.gpu, &few, memory, behind, shared.as_ref())?;
                 LayerOps::Moe(Box::new(Moe {
                     index,
                     router,
@@ -642,12 +684,13 @@ impl<'a> Builder<'a> {
                         .collect::<Result<_, _>>()?,
                     operands,
                     shared,
+                    lone,
                     logits,
                 }))
             }
             (LayerFfn::Moe { .. }, None) => unreachable!("an MoE layer has its table"),
         };
-        Ok(Layer { enter, enter_plain, qkv, lone, mixer, window, o, lone_o, leave, ops })
+        Ok(Layer { enter, enter_plain, qkv, lone_qkv, lone, mixer, window, o, lone_o, leave, ops })
     }
 
     /// Queries, keys and values of heads of their own, and attention over them, of a layer.
@@ -733,17 +776,18 @@ impl<'a> Builder<'a> {
     }
 
     /// The gate of a shared expert: one row, in f32.
-    fn gate(&mut self, matrix: Matrix<'_>, normed: &Input) -> Result<FloatMatmul, GpuError> {
+    fn gate(&mut self, matrix: Matrix<'_>, normed: &Input) -> Result<Gate, GpuError> {
         let mut row = vec![0.0; matrix.cols()];
         matrix.encoding().decode_row(matrix.bytes(), matrix.cols(), 0, &mut row);
         let bytes = self.up.vector(&row)?;
         let weights = DeviceWeights::new(bytes, 1, matrix.cols(), Encoding::F32);
         let out = Columns::whole(self.planes.gates.clone(), 1);
-        FloatMatmul::new(self.gpu, &weights, &normed.float, self.tokens, &out)
+        let product = FloatMatmul::new(self.gpu, &weights, &normed.float, self.tokens, &out)?;
+        Ok(Gate { weights, out, product })
     }
 
-    /// A resident SwiGLU: an expert that every token visits, alone in its slot.
-    fn resident(&mut self, host: &Weights, ffn: &Ffn, normed: &Input) -> Result<Routed, EngineError> {
+    /// A dense part or a shared expert.
+    fn resident(&mut self, host: &Weights, ffn: &Ffn, normed: &Input) -> Result<Resident, EngineError> {
         let matrices = [&ffn.gate, &ffn.up, &ffn.down].map(|tensor| host.matrix(tensor));
         if self.exact && matrices.iter().any(|m| m.tiles().is_some()) {
             let what = "exact products of coded dense parts on a GPU (--device cpu can)".to_owned();
@@ -772,12 +816,14 @@ impl<'a> Builder<'a> {
             }
         };
         let hidden = self.hidden(&table, &layout, self.tokens)?;
-        let coded = normed.coded();
-        let x = ExpertInput { coded: &coded, float: Some(&normed.float) };
-        Ok(Routed {
-            gate_up: GateUp::new(self.gpu, &layout, &record, &list, &x, &hidden)?,
-            down: Down::new(self.gpu, &layout, &record, &list, &hidden, &self.planes.dense)?,
-        })
+        let operands = Operands {
+            layout,
+            input: Input { float: normed.float.clone(), coded: normed.coded.clone() },
+            hidden,
+            outputs: self.planes.dense.clone(),
+        };
+        let kernels = operands.routed(self.gpu, &list, &record, None)?;
+        Ok(Resident { operands, record, list, kernels })
     }
 
     fn ends(&mut self) -> Result<Ends, EngineError> {

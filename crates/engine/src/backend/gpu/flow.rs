@@ -234,15 +234,14 @@ impl GpuBackend {
         self.record_attention(layer, !norms);
         let step = self.recorder.step();
         match &self.layers[layer].ops {
-            LayerOps::Dense(ffn) => ffn.record(step, tokens),
+            LayerOps::Dense(ffn) => ffn.kernels.record(step, tokens),
             LayerOps::Moe(moe) => {
                 if !moe.route.makes_logits(tokens) {
                     moe.router.iter().for_each(|product| product.record(step, tokens));
                 }
                 // Its input is there then.
                 moe.route.record(step, tokens);
-                moe.record_shared(step, tokens);
-                moe.own.record(step, tokens);
+                moe.record_own(step, tokens);
             }
         }
         self.pending = Pending::Ffn;

@@ -317,7 +317,7 @@ impl GpuBackend {
                     Pending::Nothing => ops.enter_plain.record(step, tokens),
                     Pending::Ffn => ops.enter.record(step, tokens),
                 }
-                ops.qkv.iter().for_each(|product| product.record(step, tokens));
+                ops.record_projections(step, tokens);
             }
         }
         let seen = ops.window.min(visible);
@@ -423,7 +423,7 @@ impl Backend for GpuBackend {
     fn dense(&mut self, layer: usize) -> Result<(), EngineError> {
         let tokens = self.tokens;
         if let LayerOps::Dense(ffn) = &self.layers[layer].ops {
-            ffn.record(self.recorder.step(), tokens);
+            ffn.kernels.record(self.recorder.step(), tokens);
         }
         self.pending = Pending::Ffn;
         Ok(())
@@ -706,6 +706,8 @@ impl GpuBackend {
             if let LayerOps::Moe(moe) = &mut layer.ops {
                 let (slots, ..) = self.tier.bindings(moe.index);
                 moe.own = moe.operands.routed(&self.gpu, &moe.list, slots, None)?;
+                let shared = moe.shared.as_ref();
+                moe.lone = moe.operands.with_shared(&self.gpu, &moe.list, slots, None, shared)?;
             }
         }
         Ok(())

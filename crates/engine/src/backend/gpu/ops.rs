@@ -2,9 +2,9 @@
 
 use smoe_format::Encoding;
 use smoe_gpu::{
-    Argmax, Attention, CodedMatmul, CodedPlane, DeltaNet, Down, Embed, ExactMatmul, ExpertInput,
-    ExpertLayout, FloatMatmul, GateUp, Gpu, GpuError, Hidden, MixNorm, NormMatmul, OwnMatmul, RopeAppend,
-    Route, Slice, Step, WorkList,
+    Argmax, Attention, Beside, CodedMatmul, CodedPlane, Columns, DeltaNet, Down, Embed, ExactMatmul,
+    ExpertInput, ExpertLayout, ExpertsOf, FloatMatmul, GateUp, Gpu, GpuError, Hidden, LoneExperts, MixNorm,
+    NormMatmul, OwnMatmul, RopeAppend, Route, Slice, Step, Weights, WorkList,
 };
 
 use super::latent::Latent;
@@ -90,10 +90,7 @@ impl Operands {
         slots: &Slice,
         behind: Option<(&Slice, u64)>,
     ) -> Result<Routed, GpuError> {
-        let layout = match behind {
-            Some((behind, apart)) => &self.layout.clone().and_behind(behind.clone(), apart),
-            None => &self.layout,
-        };
+        let layout = &self.layout(behind);
         let coded = self.input.coded();
         let x = ExpertInput { coded: &coded, float: Some(&self.input.float) };
         Ok(Routed {
@@ -101,6 +98,55 @@ impl Operands {
             down: Down::new(gpu, layout, slots, list, &self.hidden, &self.outputs)?,
         })
     }
+
+    /// What they and the shared expert's do, of one token, in as many dispatches as they take alone, if that can be.
+    pub(super) fn with_shared(
+        &self,
+        gpu: &Gpu,
+        list: &WorkList,
+        slots: &Slice,
+        behind: Option<(&Slice, u64)>,
+        shared: Option<&SharedExpert>,
+    ) -> Result<Option<LoneExperts>, GpuError> {
+        let Some(SharedExpert { expert, gate }) = shared else { return Ok(None) };
+        let layout = &self.layout(behind);
+        let routed = ExpertsOf { layout, slots, list, hidden: &self.hidden, y: &self.outputs };
+        let Operands { layout, hidden, outputs, .. } = &expert.operands;
+        let shared = ExpertsOf { layout, slots: &expert.record, list: &expert.list, hidden, y: outputs };
+        let coded = self.input.coded();
+        let x = ExpertInput { coded: &coded, float: Some(&self.input.float) };
+        let gate = gate.as_ref().map(|gate| (&gate.weights, &self.input.float, &gate.out));
+        LoneExperts::new(gpu, routed, shared, &x, gate)
+    }
+
+    fn layout(&self, behind: Option<(&Slice, u64)>) -> ExpertLayout {
+        match behind {
+            Some((behind, apart)) => self.layout.clone().and_behind(behind.clone(), apart),
+            None => self.layout.clone(),
+        }
+    }
+}
+
+/// A resident SwiGLU: an expert that every token visits, alone in its slot.
+pub(super) struct Resident {
+    pub(super) operands: Operands,
+    /// The slot.
+    pub(super) record: Slice,
+    pub(super) list: WorkList,
+    pub(super) kernels: Routed,
+}
+
+/// The product that a shared expert's weight is the sigmoid of.
+pub(super) struct Gate {
+    pub(super) weights: Weights,
+    pub(super) out: Columns,
+    pub(super) product: FloatMatmul,
+}
+
+/// The shared expert of a layer.
+pub(super) struct SharedExpert {
+    pub(super) expert: Resident,
+    pub(super) gate: Option<Gate>,
 }
 
 /// What an MoE layer does.
@@ -121,22 +167,34 @@ pub(super) struct Moe {
     pub(super) operands: Operands,
     /// Over those that the host writes: of each list one for every segment of memory that has slots.
     pub(super) lists: Vec<Routed>,
-    /// The shared expert, and the product that its weight is the sigmoid of.
-    pub(super) shared: Option<(Routed, Option<FloatMatmul>)>,
+    pub(super) shared: Option<SharedExpert>,
+    /// What `own` and `shared` do, of one token.
+    pub(super) lone: Option<LoneExperts>,
 }
 
 /// The feed-forward part of a layer.
 pub(super) enum LayerOps {
-    Dense(Box<Routed>),
+    Dense(Box<Resident>),
     Moe(Box<Moe>),
 }
 
 impl Moe {
     /// Records the shared expert, if there is one.
     pub(super) fn record_shared(&self, step: &mut Step, tokens: usize) {
-        if let Some((shared, gate)) = &self.shared {
-            shared.record(step, tokens);
-            gate.iter().for_each(|gate| gate.record(step, tokens));
+        if let Some(SharedExpert { expert, gate }) = &self.shared {
+            expert.kernels.record(step, tokens);
+            gate.iter().for_each(|gate| gate.product.record(step, tokens));
+        }
+    }
+
+    /// Records the shared expert, and those of the device's list.
+    pub(super) fn record_own(&self, step: &mut Step, tokens: usize) {
+        match self.lone.as_ref().filter(|_| tokens == 1) {
+            Some(lone) => lone.record(step),
+            None => {
+                self.record_shared(step, tokens);
+                self.own.record(step, tokens);
+            }
         }
     }
 
@@ -146,6 +204,16 @@ impl Moe {
             for row in logits.chunks_exact_mut(bias.len()) {
                 row.iter_mut().zip(bias).for_each(|(logit, bias)| *logit += bias);
             }
+        }
+    }
+}
+
+impl Layer {
+    /// Records the projections.
+    pub(super) fn record_projections(&self, step: &mut Step, tokens: usize) {
+        match self.lone_qkv.as_ref().filter(|_| tokens == 1) {
+            Some(both) => both.record(step),
+            None => self.qkv.iter().for_each(|product| product.record(step, tokens)),
         }
     }
 }
@@ -182,6 +250,8 @@ pub(super) struct Layer {
     /// Norms only.
     pub(super) enter_plain: MixNorm,
     pub(super) qkv: Vec<Product>,
+    /// What `qkv` does, of one token, if that is two products whose weights are of two kinds.
+    pub(super) lone_qkv: Option<Beside>,
     /// What `enter`, `enter_plain` and `qkv` do, of one token in a kernel; hidden states go where the router takes them from.
     pub(super) lone: Option<Lone>,
     pub(super) mixer: Mixer,
