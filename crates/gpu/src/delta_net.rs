@@ -12,6 +12,9 @@ const MIX: &str = include_str!("wgsl/delta_mix.wgsl");
 const STAGED: &str = include_str!("wgsl/delta_staged.wgsl");
 const LONE: &str = include_str!("wgsl/delta_lone.wgsl");
 const NET: &str = include_str!("wgsl/delta_net.wgsl");
+const FOUND: &str = include_str!("wgsl/delta_found.wgsl");
+const GATED: &str = include_str!("wgsl/delta_gated.wgsl");
+const ENDED: &str = include_str!("wgsl/delta_ended.wgsl");
 const EXIT: &str = include_str!("wgsl/delta_exit.wgsl");
 
 /// Added to the squares of a query or key before the root.
@@ -256,8 +259,8 @@ pub struct DeltaOutputs<'a> {
 /// Convolution, states, norm and gate of a layer, for tokens of any runs; renews the states and leaves the marked copies.
 ///
 /// The arithmetic is the CPU's (`delta_net`, `rms_norm_in_place`, `swiglu`) in f32, decay too, and every sum has an order of its own that does not
-/// depend on tokens, runs or marks: a prompt has the bits of its tokens one by one. Three dispatches, two
-/// of a lone token.
+/// depend on tokens, runs or marks: a prompt has the bits of its tokens one by one. Three dispatches, one
+/// of a lone token, or two if its heads are no whole groups of the int8 outputs.
 #[derive(Clone, Debug)]
 pub struct DeltaNet {
     mix: Op,
@@ -265,9 +268,11 @@ pub struct DeltaNet {
     /// Both of a lone token.
     lone: Op,
     exit: Op,
+    /// `lone` does what `exit` does.
+    is_ended: bool,
     tokens: usize,
-    /// Workgroups of a token, of a run, of a token.
-    parts: [[usize; 2]; 3],
+    /// Workgroups of a token, of a run, of a lone token, of a token.
+    parts: [[usize; 2]; 4],
     runs: usize,
     scale: f32,
     eps: f32,
@@ -320,10 +325,10 @@ impl DeltaNet {
         assert!(out.is_some() || coded.is_some(), "states without outputs");
 
         let marks_at = RUN * runs.runs;
-        let channels = |draft: Draft<'a>, access: Access| {
+        let channels = |access: Access, (group, team): (usize, usize)| {
             layout
-                .draft(&input, draft)
-                .float(64, 4)
+                .draft(&input, Draft::default())
+                .float(group, team)
                 .constant("MARKS_AT", marks_at)
                 .constant("TOKENS_AT", marks_at + MARK * runs.marks)
                 .buffer("words", "u32", Access::Read, &runs.words)
@@ -333,7 +338,7 @@ impl DeltaNet {
                 .buffer("states", "vec4<f32>", access, states)
                 .text(CHANNELS)
         };
-        let mix = channels(Draft::default(), Access::Read)
+        let mix = channels(Access::Read, (64, 4))
             .buffer("mixed", "vec4<f32>", Access::Write, &scratch.mixed)
             .text(MIX)
             .op(gpu, "inputs of states")?;
@@ -341,22 +346,55 @@ impl DeltaNet {
         let lanes = LANES.min(1 << gpu.facts().subgroup.0.ilog2());
         let parts = (key_dim / 4).div_ceil(lanes);
         let repeated = Repeated::on(gpu)?;
-        let of_states = |tile: usize| {
-            channels(Draft::default(), Access::Write)
+        let of_states = |draft: Draft<'a>, threads: usize, tile: usize| {
+            draft
                 .constant("LANES", lanes)
-                .constant("THREADS", THREADS)
+                .constant("THREADS", threads)
                 .constant("TILE", tile)
                 .constant("PARTS", parts)
+        };
+        let with_found = |threads: usize, tile: usize| {
+            of_states(channels(Access::Write, (64, 4)), threads, tile)
                 .buffer("out", "vec2<f32>", Access::Write, &scratch.found)
+                .text(FOUND)
         };
         let rows = rows_lists(repeated, parts);
         let staged = TILE * (key_dim / 2 + THREADS / lanes / 2 + 1);
-        let net = of_states(TILE).buffer("mixed", "vec4<f32>", Access::Read, &scratch.mixed).loose_op(
-            gpu,
-            "states",
-            &[NET, STAGED, &rows, &staged_lists(repeated, staged)].concat(),
-        )?;
-        let lone = of_states(1).text(LONE).loose_op(gpu, "states of a token", &[NET, &rows].concat())?;
+        let net = with_found(THREADS, TILE)
+            .buffer("mixed", "vec4<f32>", Access::Read, &scratch.mixed)
+            .loose_op(gpu, "states", &[NET, STAGED, &rows, &staged_lists(repeated, staged)].concat())?;
+
+        // The end of heads: their norm and gate, in planes.
+        let ending = |draft: Draft<'a>, own: usize| {
+            let draft = draft
+                .constant("OWN", own)
+                .flag("PLANE", out.is_some())
+                .flag("CODED", coded.is_some())
+                .buffer("weight", "vec4<f32>", Access::Read, weights.norm)
+                .text(GATED);
+            let draft = match out {
+                Some(out) => draft.plane("mixed", values, Access::Write, out),
+                None => draft.text("fn store_mixed(row: u32, chunk: u32, v: vec4<f32>) {}\n"),
+            };
+            match coded {
+                Some(coded) => draft.coded(coded),
+                None => draft.text("fn store_codes(cell: u32, part: u32, coded: Codes) {}\n"),
+            }
+        };
+        // A workgroup has all rows of a head, if there are whole groups of them.
+        let group = coded.map_or(16, |coded| coded.group);
+        let whole = (lanes * value_dim / 2).max(THREADS);
+        let bound = 6 + usize::from(out.is_some()) + 2 * usize::from(coded.is_some());
+        let is_ended =
+            value_dim.is_multiple_of(group) && whole <= gpu.most_threads() && bound <= gpu.most_bindings();
+        let rest = [NET, &rows].concat();
+        let lone = if is_ended {
+            let draft = of_states(channels(Access::Write, (group, gpu.team(group))), whole, 1).text(LONE);
+            let draft = ending(draft, value_dim / 4).text(ENDED);
+            draft.loose_op(gpu, "states, norm and gate of a token", &rest)?
+        } else {
+            with_found(THREADS, 1).text(LONE).loose_op(gpu, "states of a token", &rest)?
+        };
 
         let group = coded.map_or(64, |coded| coded.group);
         let team = gpu.team(group);
@@ -368,37 +406,28 @@ impl DeltaNet {
             threads <= gpu.most_threads(),
             "{threads} threads for values of {value_dim} in groups of {group}"
         );
-        let mut draft = layout
+        let draft = layout
             .draft(&input, Draft::default())
             .float(group, team)
             .constant("THREADS", threads)
             .constant("VALUES", values)
             .constant("CELLS", values.div_ceil(group))
-            .flag("PLANE", out.is_some())
-            .flag("CODED", coded.is_some())
             .buffer("plane", "vec4<f32>", Access::Read, plane)
-            .buffer("found", "vec4<f32>", Access::Read, &scratch.found)
-            .buffer("weight", "vec4<f32>", Access::Read, weights.norm)
-            .text(EXIT);
-        draft = match out {
-            Some(out) => draft.plane("mixed", values, Access::Write, out),
-            None => draft.text("fn store_mixed(row: u32, chunk: u32, v: vec4<f32>) {}\n"),
-        };
-        draft = match coded {
-            Some(coded) => draft.coded(coded),
-            None => draft.text("fn store_codes(cell: u32, part: u32, coded: Codes) {}\n"),
-        };
-        let exit = draft.op(gpu, "norm and gate of states")?;
+            .buffer("found", "vec4<f32>", Access::Read, &scratch.found);
+        let own = threads * group / (4 * team);
+        let exit = ending(draft, own).text(EXIT).op(gpu, "norm and gate of states")?;
         let rows = 2 * THREADS / lanes;
         Ok(Self {
             mix,
             net,
             lone,
             exit,
+            is_ended,
             tokens,
             parts: [
                 [(2 * n_key_heads + n_value_heads).div_ceil(AT_ONCE), 0],
                 [value_dim.div_ceil(rows), n_value_heads],
+                [if is_ended { 1 } else { value_dim.div_ceil(rows) }, n_value_heads],
                 [values.div_ceil(group).div_ceil(threads / team), 0],
             ],
             runs: runs.runs,
@@ -413,15 +442,18 @@ impl DeltaNet {
     /// If there are more than it was made for.
     pub fn record(&self, step: &mut Step, tokens: usize) {
         assert!(tokens <= self.tokens, "{tokens} tokens of {}", self.tokens);
-        let [[mix, _], [net, heads], [exit, _]] = self.parts.map(|of| of.map(|n| n as u32));
+        let [[mix, _], [net, heads], [lone, _], [exit, _]] = self.parts.map(|of| of.map(|n| n as u32));
         // Runs that there are not have no tokens. How many there are is not known when it is recorded.
         let (runs, tokens) = (self.runs.min(tokens) as u32, tokens as u32);
-        let words = [EPS.to_bits(), self.scale.to_bits()];
+        let words = [EPS, self.scale, self.eps].map(f32::to_bits);
         if tokens == 1 {
-            step.run(&self.lone, &words, [net, heads, 1]);
+            step.run(&self.lone, &words, [lone, heads, 1]);
         } else {
-            step.run(&self.mix, &words, [mix, tokens, 1]);
+            step.run(&self.mix, &words[..2], [mix, tokens, 1]);
             step.run(&self.net, &words, [net, heads, runs]);
+        }
+        if tokens == 1 && self.is_ended {
+            return;
         }
         step.run(&self.exit, &[self.eps.to_bits()], [exit, tokens, 1]);
     }

@@ -26,7 +26,13 @@ fn stage_items(ahead: ptr<function, Ahead>, run: Run, lane: u32) {
             squares = add_squares(squares, x[turn]);
         }
     }
-    parts[lane] = squares;
+    // Beside the others, while they wait for their inputs.
+    if (lane == 3u * HEAD_LANES) {
+        staged[STAGED - 1u] = rates_of(run.first, head / 2u * 2u);
+    }
+    if (lane < 4u * HEAD_LANES) {
+        parts[lane] = squares;
+    }
     workgroupBarrier();
     var factors = vec2(1.0);
     if (sub < 2u) {
@@ -37,8 +43,5 @@ fn stage_items(ahead: ptr<function, Ahead>, run: Run, lane: u32) {
         if (c < chunks) {
             staged[sub * KEY_CHUNKS + c] = (x[turn] * vec4(factors.x)) * vec4(factors.y);
         }
-    }
-    if (lane == 3u * HEAD_LANES) {
-        staged[STAGED - 1u] = rates_of(run.first, head / 2u * 2u);
     }
 }

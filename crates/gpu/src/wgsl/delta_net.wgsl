@@ -3,13 +3,13 @@
 //
 // Needs: delta_channels.wgsl, const KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, CONV, STRIDE, Q_AT, K_AT, V_AT, UNIT, STATE, MIXED as delta_mix.wgsl, MARKS_AT (in the
 // words), LANES (of a team, of one subgroup), THREADS, TILE (tokens that are staged at once), PARTS (vectors of a row that a lane
-// holds); fn read_items, stage_items (delta_staged.wgsl or delta_lone.wgsl); fn load_parts, meet_parts, take_parts, leave_parts, which call the ones here; the buffers words
-// (u32), plane, states (vec4<f32>), out (vec2<f32>).
+// holds); fn read_items, stage_items (delta_staged.wgsl or delta_lone.wgsl); fn answer, end (delta_found.wgsl or delta_ended.wgsl); fn load_parts, meet_parts,
+// take_parts, leave_parts, which call the ones here; the buffers words (u32), plane, states (vec4<f32>).
 //
 // Per token and row: s = decay s; d = beta (v - s k); s = s + d k; out = s q. A sum over a row is a lane's vectors one after the
 // other, then its four columns, then lanes as a tree: the same however many tokens, runs and workgroups there are.
 
-struct Params { eps: f32, scale: f32, nothing: u32 }
+struct Params { eps: f32, scale: f32, norm_eps: f32, nothing: u32 }
 var<immediate> p: Params;
 
 const TEAMS: u32 = THREADS / LANES;
@@ -185,9 +185,9 @@ fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) l
             let d = rates.y * (v - joined(sums));
             var made: Sums;
             take_parts(&s, &made, at, d, part);
-            let answer = joined(made);
+            let found = joined(made);
             if (part == 0u && is_there) {
-                out[((base + i) * VALUE_HEADS + head) * (VALUE_DIM / 2u) + row / 2u] = answer;
+                answer(base + i, row / 2u, found);
             }
             if (mark < marks && words[MARKS_AT + 2u * mark] == base + i) {
                 let state = words[MARKS_AT + 2u * mark + 1u];
@@ -203,4 +203,5 @@ fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) l
         leave_parts(&s, row_of(run.to, row), part);
     }
     remember(run, run.end, run.to, lane);
+    end(lane);
 }
