@@ -17,6 +17,8 @@ mod compile;
 mod cut;
 mod delta_net;
 mod device;
+mod draft;
+mod embed;
 mod error;
 mod expert_layout;
 mod experts;
@@ -52,6 +54,7 @@ pub use delta_net::{
     StateRuns,
 };
 pub use device::{DeviceFacts, DeviceKind, Fault, Gpu, Software, devices};
+pub use embed::Embed;
 pub use error::GpuError;
 pub use expert_layout::ExpertLayout;
 pub use experts::{Down, ExpertInput, GateUp};
@@ -63,7 +66,7 @@ pub use latent::{LatentAppend, LatentInput, LatentLayout, LatentNorm, LatentQuer
 pub use latent_attention::{LatentAttention, LatentCut};
 pub use latent_lone::{LatentEntry, LatentExit, LatentRow};
 pub use memory::{Arena, Fork, Slice};
-pub use norm::{Delta, Embed, Halt, MixNorm, NormOutputs, Shared};
+pub use norm::{Delta, Halt, MixNorm, NormOutputs, Shared};
 pub use normed::{NormInput, NormMatmul};
 pub use plane::CodedPlane;
 pub use quantise::Quantise;

@@ -1,20 +1,11 @@
-//! The residual stream: where it begins ([`Embed`]), and what each part of a layer adds to it and takes of it
-//! ([`MixNorm`]).
+//! The residual stream: what each part of a layer adds to it and takes of it ([`MixNorm`]).
 
-use std::fmt::Write as _;
-
-use smoe_format::tile::plane_widths;
-use smoe_format::{Encoding, Zero};
-
-use crate::quantise::{QUANTISE, source};
-use crate::shader::{Access, Op, Shader};
+pub(crate) use crate::draft::{Draft, demand, demand_coded};
+use crate::shader::{Access, Op};
 use crate::{CodedPlane, Gpu, GpuError, Quantise, Slice, Step};
 
-pub(crate) const FLOAT: &str = concat!(include_str!("wgsl/exp.wgsl"), include_str!("wgsl/norm_float.wgsl"));
-const STORE_CODES: &str = include_str!("wgsl/norm_codes.wgsl");
 const NORM: &str = concat!(include_str!("wgsl/norm_row.wgsl"), include_str!("wgsl/norm.wgsl"));
 pub(crate) const NORM_ROW: &str = include_str!("wgsl/norm_row.wgsl");
-const EMBED: &str = include_str!("wgsl/norm_embed.wgsl");
 
 /// Storage buffers that every device binds at once.
 const BINDINGS: usize = 8;
@@ -23,128 +14,6 @@ const HELD: usize = 64;
 
 /// Vectors of weights that a lane reads ahead at most: more would take the registers that others need.
 const AHEAD: usize = 8;
-
-/// A kernel on its way: its source, and the buffers that it will be bound to.
-#[derive(Debug, Default)]
-pub(crate) struct Draft<'a> {
-    source: String,
-    access: Vec<Access>,
-    slices: Vec<&'a Slice>,
-}
-
-impl<'a> Draft<'a> {
-    pub(crate) fn constant(mut self, name: &str, value: usize) -> Self {
-        let _ = writeln!(self.source, "const {name}: u32 = {value}u;");
-        self
-    }
-
-    pub(crate) fn flag(mut self, name: &str, value: bool) -> Self {
-        let _ = writeln!(self.source, "const {name}: bool = {value};");
-        self
-    }
-
-    /// Functions of floats, and int8 codes in groups of `group` that teams of `team` lanes share.
-    pub(crate) fn float(self, group: usize, team: usize) -> Self {
-        self.constant("GROUP", group).constant("TEAM", team).text(QUANTISE).text(FLOAT)
-    }
-
-    pub(crate) fn text(mut self, text: &str) -> Self {
-        self.source.push_str(text);
-        self
-    }
-
-    /// The next binding, an array of `ty`.
-    pub(crate) fn buffer(mut self, name: &str, ty: &str, access: Access, slice: &'a Slice) -> Self {
-        let mode = if access == Access::Read { "read" } else { "read_write" };
-        let at = self.access.len();
-        let _ = writeln!(self.source, "@group(0) @binding({at}) var<storage, {mode}> {name}: array<{ty}>;");
-        self.access.push(access);
-        self.slices.push(slice);
-        self
-    }
-
-    /// The next binding, which a text declares.
-    pub(crate) fn declared(mut self, access: Access, slice: &'a Slice) -> Self {
-        self.access.push(access);
-        self.slices.push(slice);
-        self
-    }
-
-    /// The next binding, rows of `cols` floats: `load_NAME(row, chunk)` gives columns `4 * chunk` and the three
-    /// after them, 0 past the end of the row, and `store_NAME` takes them. The chunk begins within the row.
-    pub(crate) fn plane(self, name: &str, cols: usize, access: Access, slice: &'a Slice) -> Self {
-        let wide = cols.is_multiple_of(4);
-        let mut draft = self.buffer(name, if wide { "vec4<f32>" } else { "f32" }, access, slice);
-        let out = &mut draft.source;
-        let writes = access == Access::Write;
-        if wide {
-            let at = format!("{name}[row * {}u + chunk]", cols / 4);
-            let _ = writeln!(out, "fn load_{name}(row: u32, chunk: u32) -> vec4<f32> {{ return {at}; }}");
-            if writes {
-                let _ = writeln!(out, "fn store_{name}(row: u32, chunk: u32, v: vec4<f32>) {{ {at} = v; }}");
-            }
-            return draft;
-        }
-        let place = format!("let at = row * {cols}u + 4u * chunk; let left = {cols}u - 4u * chunk;");
-        let lines = |line: &dyn Fn(usize, char) -> String| -> String {
-            let rest = [(1, 'y'), (2, 'z'), (3, 'w')];
-            rest.iter().map(|&(i, part)| format!("if (left > {i}u) {{ {} }} ", line(i, part))).collect()
-        };
-        let loads = lines(&|i, part| format!("v.{part} = {name}[at + {i}u];"));
-        let _ = writeln!(
-            out,
-            "fn load_{name}(row: u32, chunk: u32) -> vec4<f32> {{ {place} \
-             var v = vec4({name}[at], 0.0, 0.0, 0.0); {loads}return v; }}"
-        );
-        if writes {
-            let stores = lines(&|i, part| format!("{name}[at + {i}u] = v.{part};"));
-            let _ = writeln!(
-                out,
-                "fn store_{name}(row: u32, chunk: u32, v: vec4<f32>) {{ {place} {name}[at] = v.x; {stores}}}"
-            );
-        }
-        draft
-    }
-
-    /// Codes and cells of an int8 plane: the next two bindings.
-    pub(crate) fn coded(self, plane: &'a CodedPlane) -> Self {
-        self.buffer("codes", "u32", Access::Write, &plane.codes)
-            .buffer("cells", "vec2<u32>", Access::Write, &plane.cells)
-            .text(STORE_CODES)
-    }
-
-    /// The kernel, with the CPU's bits wherever its fma is.
-    pub(crate) fn op(self, gpu: &Gpu, name: &str) -> Result<Op, GpuError> {
-        let source = source(gpu, &[], &[&self.source])?;
-        self.bound(gpu, name, source)
-    }
-
-    /// The same, but `rest` has the device's own `fma`, fused or not: for sums whose order is nobody else's.
-    pub(crate) fn loose_op(self, gpu: &Gpu, name: &str, rest: &str) -> Result<Op, GpuError> {
-        let source = source(gpu, &[], &[&self.source])? + rest;
-        self.bound(gpu, name, source)
-    }
-
-    fn bound(self, gpu: &Gpu, name: &str, source: String) -> Result<Op, GpuError> {
-        let shader = Shader { name, source: source.into(), bindings: &self.access };
-        gpu.bind(&gpu.kernel(&shader)?, &self.slices)
-    }
-}
-
-/// Panics if a buffer is shorter than its kernel takes for granted.
-pub(crate) fn demand(slice: &Slice, words: usize, what: &str) {
-    assert!(slice.len() >= 4 * words as u64, "{what}: {} bytes, {} are needed", slice.len(), 4 * words);
-}
-
-/// Panics if an int8 plane does not fit.
-pub(crate) fn demand_coded(plane: &CodedPlane, tokens: usize, cols: usize) {
-    assert!(
-        plane.tokens >= tokens && plane.cols == cols,
-        "int8 activations are [{}, {}], not [{tokens}, {cols}]",
-        plane.tokens,
-        plane.cols
-    );
-}
 
 /// What a part of a layer adds to the hidden states.
 #[derive(Clone, Copy, Debug)]
@@ -481,89 +350,5 @@ impl MixNorm {
         assert!(rows <= self.rows, "{rows} rows of {}", self.rows);
         step.run(&self.op, &[self.eps.to_bits(), 0, self.residual.to_bits()], [rows as u32, 1, 1]);
         self.rest.iter().for_each(|quantise| quantise.record(step, rows));
-    }
-}
-
-/// Rows of an embedding: `hidden[t] = table[ids[t]]`, as [`Encoding::decode_row`] decodes them, bit for bit. An id past the end of the table gives NaN.
-#[derive(Clone, Debug)]
-pub struct Embed {
-    op: Op,
-    tokens: usize,
-    chunks: usize,
-    scale: f32,
-}
-
-impl Embed {
-    /// Of `table`, `rows x cols` in `encoding`, for up to `tokens` `ids` (u32), into `hidden`, `[tokens, cols]`.
-    ///
-    /// # Errors
-    /// If the device refuses.
-    ///
-    /// # Panics
-    /// If a buffer is too short, or the table has 2^32 values or more.
-    pub fn new(
-        gpu: &Gpu,
-        tokens: usize,
-        table: &Slice,
-        encoding: Encoding,
-        rows: usize,
-        cols: usize,
-        ids: &Slice,
-        hidden: &Slice,
-    ) -> Result<Self, GpuError> {
-        let bytes = encoding.tensor_bytes(rows, cols).filter(|_| (rows * cols) >> 32 == 0);
-        let Some(bytes) = bytes else { panic!("an embedding of {rows} x {cols}") };
-        demand(table, bytes.div_ceil(4), "an embedding");
-        demand(ids, tokens, "ids of tokens");
-        demand(hidden, tokens * cols, "hidden states");
-        let kind = match encoding {
-            Encoding::F32 => 0,
-            Encoding::F16 => 1,
-            Encoding::Bf16 => 2,
-            Encoding::Uniform(_) => 3,
-            Encoding::Table(_) => panic!("an embedding of {encoding}"),
-        };
-        let mut draft = Draft::default().constant("ROWS", rows).constant("COLS", cols).constant("KIND", kind);
-        // The same constants for floats, where nothing reads them.
-        let uniform = match encoding {
-            Encoding::Uniform(u) => Some(u),
-            _ => None,
-        };
-        let [low, high] = uniform.map_or([4, 0], |u| plane_widths(u.bits())).map(usize::from);
-        let group = uniform.map_or(64, |u| u.group());
-        draft = draft
-            .float(group, 4)
-            .constant("GROUPS", cols.div_ceil(group))
-            .constant("LOW", low)
-            .constant("HIGH", high)
-            .constant("MOST", uniform.map_or(1, |u| usize::from(u.max_code())))
-            .constant("HIGH_AT", group * low)
-            .constant("SCALES_AT", group * (low + high))
-            .constant("TILE", uniform.map_or(0, |u| u.tile_bytes() / 4))
-            .flag("AFFINE", uniform.is_some_and(|u| u.zero() == Zero::Affine));
-        let op = draft
-            .buffer("table", "u32", Access::Read, table)
-            .buffer("ids", "u32", Access::Read, ids)
-            .buffer("out", "f32", Access::Write, hidden)
-            .text(EMBED)
-            .op(gpu, "embed")?;
-        Ok(Self { op, tokens, chunks: cols.div_ceil(4), scale: 1.0 })
-    }
-
-    /// The same, each value multiplied.
-    #[must_use]
-    pub const fn scaled(mut self, scale: f32) -> Self {
-        self.scale = scale;
-        self
-    }
-
-    /// Records it for the first `tokens` ids.
-    ///
-    /// # Panics
-    /// If there are more than it was made for.
-    pub fn record(&self, step: &mut Step, tokens: usize) {
-        assert!(tokens <= self.tokens, "{tokens} tokens of {}", self.tokens);
-        let nan = f32::NAN.to_bits();
-        step.run(&self.op, &[nan, self.scale.to_bits()], [self.chunks.div_ceil(64) as u32, tokens as u32, 1]);
     }
 }
