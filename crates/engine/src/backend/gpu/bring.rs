@@ -148,15 +148,17 @@ impl GpuBackend {
         let mut batch = Vec::with_capacity(ready.len());
         for lease in ready.drain(..) {
             let expert = lease.key().expert;
+            if self.reads_over_bus() {
+                // Its first use brings it.
+                drop(self.tier.place_behind(index, lease));
+                continue;
+            }
             if self.tier.place(index, expert).is_some() {
                 continue;
             }
             if self.reads_in_place() {
                 // One that lies elsewhere is named by the host when it is needed.
                 drop(self.tier.place_at(index, lease));
-            } else if self.reads_over_bus() {
-                // Its first use brings it.
-                drop(self.tier.place_behind(index, lease));
             } else if let Admission::Slot(slot) = self.tier.admit(index, expert, self.tokens_done) {
                 batch.push((slot, lease));
             }
