@@ -1,7 +1,7 @@
 //! Latent attention (DeepSeek-V2, 2024), its projections absorbed: what is remembered of a position is one row that all heads
 //! share. [`LatentAppend`] makes it, [`LatentAttention`](crate::LatentAttention) is attention over such rows.
 
-use crate::norm::{Draft, demand, demand_coded};
+use crate::draft::{Draft, demand, demand_coded};
 use crate::rope::{Angles, KV_BLOCK, KvFormat, RopePairs, Rows};
 use crate::shader::{Access, Op};
 use crate::{CodedPlane, Gpu, GpuError, Slice, Step};

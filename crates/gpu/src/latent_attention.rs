@@ -1,8 +1,8 @@
 //! Attention over the rows of a latent: [`LatentAttention`].
 
 use crate::attention::{Ending, GRID, SPLIT, splits_of};
+use crate::draft::{Draft, demand};
 use crate::latent::THREADS as MIXERS;
-use crate::norm::{Draft, demand};
 use crate::quantise::Repeated;
 use crate::rope::{KV_BLOCK, KvFormat, Rows};
 use crate::shader::{Access, Op};

@@ -5,9 +5,9 @@ use smoe_format::tile::ROWS;
 
 use crate::attention::SPLIT;
 use crate::cut::{Cut, can_own};
+use crate::draft::{Draft, FLOAT, demand};
 use crate::heads::tuning_of_heads;
 use crate::latent::bind_row;
-use crate::norm::{Draft, FLOAT, demand};
 use crate::quantise::{GRID, Repeated};
 use crate::rope::{RopePairs, Rows};
 use crate::shader::{Access, Op};

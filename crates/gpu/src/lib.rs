@@ -18,6 +18,8 @@ mod compile;
 mod cut;
 mod delta_net;
 mod device;
+mod draft;
+mod embed;
 mod error;
 mod expert_layout;
 mod experts;
@@ -55,6 +57,7 @@ pub use delta_net::{
     StateRuns,
 };
 pub use device::{DeviceFacts, DeviceKind, Fault, Gpu, Software, devices};
+pub use embed::Embed;
 pub use error::GpuError;
 pub use expert_layout::ExpertLayout;
 pub use experts::{Down, ExpertInput, GateUp};
@@ -66,7 +69,7 @@ pub use latent::{LatentAppend, LatentInput, LatentLayout, LatentNorm, LatentQuer
 pub use latent_attention::{LatentAttention, LatentCut};
 pub use latent_lone::{LatentEntry, LatentExit, LatentRow};
 pub use memory::{Arena, Fork, Slice};
-pub use norm::{Delta, Embed, Halt, MixNorm, NormOutputs, Shared};
+pub use norm::{Delta, Halt, MixNorm, NormOutputs, Shared};
 pub use normed::{NormInput, NormMatmul};
 pub use plane::CodedPlane;
 pub use quantise::Quantise;

@@ -1,7 +1,7 @@
 //! Attention of many tokens of a session: how its kernel is cut, and where a device and a shape have room for it.
 
 use crate::attention::{AttentionHeads, AttentionScratch, SPLIT, THREADS};
-use crate::norm::Draft;
+use crate::draft::Draft;
 use crate::quantise::Repeated;
 use crate::rope::{KvLayout, Rows};
 use crate::shader::{Access, Op};

@@ -1,6 +1,6 @@
 //! From projections to what attention works on: [`RopeAppend`], and how keys and values lie in a cache.
 
-use crate::norm::{Draft, demand};
+use crate::draft::{Draft, demand};
 use crate::shader::{Access, Op};
 use crate::{Gpu, GpuError, Slice, Step};
 

@@ -42,7 +42,7 @@ impl GpuBackend {
     /// logits themselves.
     pub(super) fn chooses(&self, head: &[usize]) -> bool {
         let sees = head == [0] && self.tokens == 1 && self.spec.multipliers.logits == 1.0;
-        self.flow.follows.likely && sees && self.tier.holds_all()
+        self.flow.follows.likely && sees && self.tier.reaches_all()
     }
 
     /// Hands the step that was foreseen to the device, behind the one that it works on, if the position that it writes has
