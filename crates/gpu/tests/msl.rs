@@ -14,10 +14,10 @@ use smoe_format::{Encoding, LayerTable, Table, TensorEntry, Uniform, Zero};
 use smoe_gpu::{
     Angles, Argmax, Attention, AttentionGate, AttentionHeads, AttentionOutputs, AttentionScratch,
     CodedMatmul, CodedPlane, Columns, Delta, DeltaInput, DeltaLayout, DeltaNet, DeltaNetWeights,
-    DeltaOutputs, DeltaScratch, Down, Embed, ExactMatmul, ExpertInput, ExpertLayout, FloatMatmul, GateUp,
+    DeltaOutputs, DeltaScratch, Down, Embed, ExactMatmul, ExpertInput, ExpertLayout, ExpertsOf, FloatMatmul, GateUp,
     Gpu, GpuError, HeadColumns, HeadInput, HeadMatmul, HeadPlane, HeadTurn, Hidden, KV_BLOCK, KvFormat,
     KvLayout, Lanes, LatentAppend, LatentAttention, LatentEntry, LatentExit, LatentInput, LatentLayout,
-    LatentNorm, LatentQueries, LatentRow, MixNorm, NormOutputs, OwnMatmul, Projections, QkNorm, Quantise,
+    LatentNorm, LatentQueries, LatentRow, LoneExperts, MixNorm, NormOutputs, OwnMatmul, Projections, QkNorm, Quantise,
     RopeAppend, RopeInput, RopePairs, Route, RouteInputs, RouteOutputs, Rows, Shared, Slice, StateRuns,
     Tuning, Weights, WorkList,
 };
@@ -214,6 +214,14 @@ fn experts(gpu: &Gpu, encodings: [Encoding; 3]) -> Result<(), GpuError> {
         GateUp::new(gpu, layout, &slots, &list, &input, &hidden)?;
         Down::new(gpu, layout, &slots, &list, &hidden, &floats(gpu, list.most_pairs() * d))?;
     }
+    // With a shared one beside them, and its gate.
+    let (one, own, y) = (WorkList::new(gpu, &plain, 1, 1)?, Hidden::new(gpu, &plain, 1)?, floats(gpu, d));
+    let outputs = floats(gpu, list.most_pairs() * d);
+    let routed = ExpertsOf { layout: &biased, slots: &slots, list: &list, hidden: &hidden, y: &outputs };
+    let shared = ExpertsOf { layout: &plain, slots: &slots, list: &one, hidden: &own, y: &y };
+    let gate = Weights::new(floats(gpu, d), 1, d, Encoding::F32);
+    let out = Columns::whole(floats(gpu, 1), 1);
+    LoneExperts::new(gpu, routed, shared, &input, Some((&gate, &float, &out)))?;
     Ok(())
 }
 
