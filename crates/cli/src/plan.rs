@@ -8,7 +8,7 @@ use smoe_engine::forecast;
 use smoe_engine::kv::BLOCK;
 use smoe_engine::memory::MemoryFacts;
 use smoe_engine::plan::{Bytes, Plan};
-use smoe_engine::{DevicePlan, DirectIo, OpenMode, Vault, plan_with_device};
+use smoe_engine::{DevicePlan, DirectIo, ExpertPath, OpenMode, Vault, plan_with_device};
 use smoe_store::{Disk as _, FileDisk, decoded_at_once};
 
 use crate::args::PlanArgs;
@@ -112,7 +112,15 @@ pub fn plan(args: &PlanArgs) -> Result<(), Failure> {
         }
         row("planes", held.plane_bytes, format!("steps of up to {} tokens", plan.chunk))?;
         let share = 100.0 * experts as f64 / held.n_experts.max(1) as f64;
-        row("experts", held.expert_bytes, format!("{experts} of {} ({share:.0} %)", held.n_experts))?;
+        let others = match held.path {
+            _ if held.holds_all() => "",
+            ExpertPath::ZeroCopy => "; the others are read over the bus, if that is fast enough",
+            ExpertPath::InPlace => "; the others as the host names them",
+            ExpertPath::Auto | ExpertPath::Staging | ExpertPath::Import => {
+                "; of the others the processor computes what a few tokens need, prompts bring them"
+            }
+        };
+        row("experts", held.expert_bytes, format!("{experts} of {} ({share:.0} %){others}", held.n_experts))?;
         row("in all", held.total_bytes(), String::new())?;
     }
     if plan.holds_all() {
@@ -132,6 +140,7 @@ fn of_device(held: &DevicePlan) -> Value {
         "snapshots": held.snapshots,
         "plane_bytes": held.plane_bytes,
         "expert_bytes": held.expert_bytes,
+        "expert_path": held.path.name(),
         "experts": held.slots.iter().sum::<usize>(),
         "bytes": held.total_bytes(),
     })

@@ -7,6 +7,7 @@ use smoe_format::{Encoding, Uniform};
 
 use crate::beside::Launch;
 use crate::cut::{Cut, OWN_ROW, Tuning, can_own};
+use crate::memories::Memories;
 use crate::quantise::{GRID, QUANTISE, Repeated, assert_plane, source, text, tile_constants};
 use crate::tiling::{Tiled, Tiling};
 use crate::{Access, CodedPlane, Gpu, GpuError, Op, Shader, Slice, Step};
@@ -303,7 +304,7 @@ impl CodedMatmul {
             .iter()
             .filter_map(|tiling| Tiled::new(gpu, weights.encoding, *tiling))
             .map(|tiled| {
-                let (mut constants, core) = tiled.core(repeated);
+                let (mut constants, core) = tiled.core(Memories::One, repeated);
                 constants.push(("OUT", 3));
                 let parts = [&core, include_str!("wgsl/coded_tiled_matmul.wgsl"), &tiled.rows(repeated)];
                 let kernel = gpu.kernel(&Shader {

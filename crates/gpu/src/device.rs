@@ -2,9 +2,11 @@
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::time::Duration;
 
 use crate::compile::{CompileTimes, Compiler, scoped};
 use crate::shader::{Access, Kernels, Layouts};
+use crate::step::PATIENCE;
 use crate::{GpuError, import};
 
 /// What kind of device it is.
@@ -207,6 +209,8 @@ pub struct Gpu {
     /// What imports must be aligned to, or why there are none.
     pub(crate) import_alignment: Result<u64, String>,
     pub(crate) failed: Arc<OnceLock<String>>,
+    /// For how long it is waited for.
+    pub(crate) patience: Duration,
     /// Allocations until a fault, and which.
     fault: Mutex<Option<(usize, Fault)>>,
     pub(crate) fused: OnceLock<bool>,
@@ -278,6 +282,7 @@ impl Gpu {
             queue,
             import_alignment,
             failed,
+            patience: PATIENCE,
             fault: Mutex::default(),
             fused: OnceLock::new(),
             compiler,
@@ -410,6 +415,12 @@ impl Gpu {
             Some(why) => Err(self.lost(why.clone())),
             None => Ok(()),
         }
+    }
+
+    /// It has failed: nothing is asked of it any more.
+    pub(crate) fn has_failed(&self, why: String) -> GpuError {
+        let _ = self.failed.set(why.clone());
+        self.lost(why)
     }
 
     /// What was said first tells more than what followed from it.

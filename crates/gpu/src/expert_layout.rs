@@ -42,7 +42,7 @@ impl ExpertLayout {
     }
 
     /// With a second memory `behind` the first, in whose slots, `slot_bytes` apart, are the entries of a list that have
-    /// [`BEHIND`](crate::WorkList::BEHIND): for lists of few tokens.
+    /// [`BEHIND`](crate::WorkList::BEHIND).
     ///
     /// # Panics
     /// As [`Self::new`], and if 32 bits do not address it in pieces of 16 bytes.

@@ -186,11 +186,10 @@ impl GateUp {
         // A part of many tokens is whole groups of hidden values too.
         let tiling = Tiling { rows: tiling.rows.max(2 * down.group() as u32), lane_rows: 8, ..tiling };
         let part_of_many = tiling.rows / (2 * ROWS as u32);
-        let can_be_of_many = list.can_be_of_many() && behind.is_none();
-        let many = match Tiled::new(gpu, encoding, tiling).filter(|_| can_be_of_many) {
+        let many = match Tiled::new(gpu, encoding, tiling).filter(|_| list.can_be_of_many()) {
             Some(tiled) => {
                 let repeated = Repeated::on(gpu)?;
-                let (mut constants, core) = tiled.core(repeated);
+                let (mut constants, core) = tiled.core(memories, repeated);
                 let (kept, rounds) = tiled.rounds(repeated);
                 constants.extend([
                     ("GROUP", down.group() as u32),

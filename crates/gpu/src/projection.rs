@@ -133,16 +133,15 @@ impl Projection {
                     .collect::<Result<_, _>>()?;
                 let repeated = Repeated::on(gpu)?;
                 let tilings = tiling.as_ref().map_or(Tiling::of_experts(uniform), std::slice::from_ref);
-                let can_be_of_many = list.can_be_of_many() && layout.apart_behind() == 0;
                 let many = tilings
                     .iter()
-                    .filter_map(|tiling| Tiled::new(gpu, encoding, *tiling).filter(|_| can_be_of_many))
+                    .filter_map(|tiling| Tiled::new(gpu, encoding, *tiling).filter(|_| list.can_be_of_many()))
                     .map(|tiled| {
-                        let (mut constants, core) = tiled.core(repeated);
-                        constants.extend([("LIST", 3), ("OUT", 5), ("TOP_K", top_k), by_pair, apart]);
                         let operands = vec![slots, &x.codes, &x.cells];
-                        let Tail { bias, accesses, buffers, .. } =
+                        let Tail { bias, memories, accesses, buffers } =
                             Tail::new(layout, projection, operands, list, out);
+                        let (mut constants, core) = tiled.core(memories, repeated);
+                        constants.extend([("LIST", 3), ("OUT", 5), ("TOP_K", top_k), by_pair, apart]);
                         let text = [include_str!("wgsl/experts_tiled.wgsl"), &tiled.rows(repeated)];
                         let parts = [&core, LIST, PRODUCT, &bias, text[0], text[1]];
                         let kernel = gpu.kernel(&Shader {

@@ -86,7 +86,7 @@ pub struct Readback {
 }
 
 /// A device that does not answer for so long has hung.
-const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 /// For how long a wait asks before it sleeps; not measured.
 const SPIN: Duration = Duration::from_millis(2);
 
@@ -179,18 +179,24 @@ impl Gpu {
 
     /// Waits; `is_done` is asked again and again, and told whether the device has nothing left to do.
     fn wait_until(&self, submitted: &Submitted, is_done: impl Fn(bool) -> bool) -> Result<(), GpuError> {
+        // One that has hung is not waited for again.
+        self.check()?;
         // A device at work beside the processor is asked again and again at first: being woken takes longer than a layer.
         let start = Instant::now();
         while self.facts().kind != DeviceKind::Software && start.elapsed() < SPIN {
             match self.device.poll(wgpu::PollType::Poll) {
                 Ok(status) if is_done(status.is_queue_empty()) => break,
                 Ok(_) => std::hint::spin_loop(),
-                Err(e) => return Err(self.lost(e.to_string())),
+                Err(e) => return Err(self.has_failed(e.to_string())),
             }
         }
         let index = Some(submitted.index.clone());
-        let poll = wgpu::PollType::Wait { submission_index: index, timeout: Some(PATIENCE) };
-        self.device.poll(poll).map_err(|e| self.lost(e.to_string()))?;
+        let poll = wgpu::PollType::Wait { submission_index: index, timeout: Some(self.patience) };
+        self.device.poll(poll).map_err(|e| {
+            let what =
+                if matches!(e, wgpu::PollError::Timeout) { "it has hung" } else { "waiting for it failed" };
+            self.has_failed(format!("{what}: {e}"))
+        })?;
         self.check()?;
         submitted.is_done.store(true, Ordering::Release);
         Ok(())
@@ -363,5 +369,43 @@ impl Step {
     pub fn submit(mut self) -> Submitted {
         self.pass = None;
         Submitted::new(&self.queue, self.queue.submit([self.encoder.finish()]))
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test stops at the first surprise")]
+#[allow(clippy::print_stderr, reason = "what is skipped is said")]
+mod tests {
+    use super::*;
+    use crate::{Access, Shader, Software};
+
+    /// A kernel that takes its time.
+    const SLOW: &str = "
+@group(0) @binding(0) var<storage, read_write> out: array<u32>;
+@compute @workgroup_size(1)
+fn main() {
+    for (var i = 0u; i < 400000000u; i++) { out[i & 7u] = out[(i + 1u) & 7u] * 3u + i; }
+}";
+
+    #[test]
+    fn a_device_that_does_not_answer_has_failed_and_is_not_waited_for_again() {
+        let Ok(mut gpu) = Gpu::open(None, Software::Accept) else {
+            eprintln!("SKIPPED: no GPU, nor a program that plays one");
+            return;
+        };
+        let out = gpu.buffer("out", 32).unwrap();
+        let shader = Shader { name: "slow", source: SLOW.into(), bindings: &[Access::Write] };
+        let op = gpu.bind(&gpu.kernel(&shader).unwrap(), &[&out]).unwrap();
+        let mut step = gpu.step();
+        step.run(&op, &[], [1; 3]);
+        gpu.patience = Duration::from_millis(1);
+        let slow = step.submit();
+        let error = gpu.wait(&slow).unwrap_err();
+        assert!(error.to_string().contains("hung"), "{error}");
+        gpu.patience = Duration::MAX;
+        // At once, by what is known of it.
+        let again = gpu.wait(&slow).unwrap_err();
+        assert_eq!(again.to_string(), error.to_string());
+        assert!(gpu.check().is_err() && gpu.is_done(&slow).is_err());
     }
 }

@@ -5,6 +5,7 @@ use smoe_format::{Encoding, Uniform, Zero};
 
 use crate::Gpu;
 use crate::cut::{TILES, code_constants};
+use crate::memories::Memories;
 use crate::quantise::Repeated;
 
 /// Bytes of what a workgroup shares that are not reckoned with: arrays that are empty have an element.
@@ -117,8 +118,8 @@ impl Tiled {
         self.buffers * self.stage * (group / 4) * (self.tiling.rows / 4 + 4)
     }
 
-    /// coded_tiled.wgsl: its constants and its text.
-    pub(crate) fn core(&self, repeated: Repeated) -> (Vec<(&'static str, u32)>, String) {
+    /// coded_tiled.wgsl, of weights that lie so: its constants and its text.
+    pub(crate) fn core(&self, memories: Memories, repeated: Repeated) -> (Vec<(&'static str, u32)>, String) {
         let Some(uniform) = self.encoding.tiles() else { panic!("{} weights have no codes", self.encoding) };
         let Tiling { rows, tokens, lane_rows, lane_tokens, run, .. } = self.tiling;
         let (stage, threads, group) = (self.stage, self.tiling.threads(), uniform.group() as u32);
@@ -183,8 +184,10 @@ impl Tiled {
             "fn multiply({job}, {integers}, {sums}, buffer: u32, groups: u32, lane: u32) {{\n{choices}    \
              multiply_{lane_tokens}(integers, sums, buffer, groups, lane);\n}}\n"
         );
+        let (binding, words) = memories.text();
+        constants.extend(binding);
         let tiled = include_str!("wgsl/coded_tiled.wgsl");
-        let text = [TILES, tiled, &levels, &items.concat(), &begin, &ways, &multiply];
+        let text = [TILES, words, tiled, &levels, &items.concat(), &begin, &ways, &multiply];
         (constants, text.concat())
     }
 

@@ -14,12 +14,12 @@ use smoe_format::{Encoding, LayerTable, Table, TensorEntry, Uniform, Zero};
 use smoe_gpu::{
     Angles, Argmax, Attention, AttentionGate, AttentionHeads, AttentionOutputs, AttentionScratch,
     CodedMatmul, CodedPlane, Columns, Delta, DeltaInput, DeltaLayout, DeltaNet, DeltaNetWeights,
-    DeltaOutputs, DeltaScratch, Down, Embed, ExactMatmul, ExpertInput, ExpertLayout, ExpertsOf, FloatMatmul, GateUp,
-    Gpu, GpuError, HeadColumns, HeadInput, HeadMatmul, HeadPlane, HeadTurn, Hidden, KV_BLOCK, KvFormat,
-    KvLayout, Lanes, LatentAppend, LatentAttention, LatentEntry, LatentExit, LatentInput, LatentLayout,
-    LatentNorm, LatentQueries, LatentRow, LoneExperts, MixNorm, NormOutputs, OwnMatmul, Projections, QkNorm, Quantise,
-    RopeAppend, RopeInput, RopePairs, Route, RouteInputs, RouteOutputs, Rows, Shared, Slice, StateRuns,
-    Tuning, Weights, WorkList,
+    DeltaOutputs, DeltaScratch, Down, Embed, ExactMatmul, ExpertInput, ExpertLayout, ExpertsOf, FloatMatmul,
+    GateUp, Gpu, GpuError, HeadColumns, HeadInput, HeadMatmul, HeadPlane, HeadTurn, Hidden, KV_BLOCK,
+    KvFormat, KvLayout, Lanes, LatentAppend, LatentAttention, LatentEntry, LatentExit, LatentInput,
+    LatentLayout, LatentNorm, LatentQueries, LatentRow, LoneExperts, MixNorm, NormOutputs, OwnMatmul,
+    Projections, QkNorm, Quantise, RopeAppend, RopeInput, RopePairs, Route, RouteInputs, RouteOutputs, Rows,
+    Shared, Slice, StateRuns, Tuning, Weights, WorkList,
 };
 
 /// A kernel in Metal's language.

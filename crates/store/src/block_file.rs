@@ -27,21 +27,24 @@
 //! [`BlockFile::abandon`] leaves a disk that stands still to itself.
 
 mod error;
+mod facts;
 mod index;
 mod layout;
 mod medium;
+mod opening;
 mod writers;
 
 pub use error::BlockFileError;
+pub use facts::{BlockFailure, BlockFileConfig, BlockFileSnapshot, BlockMeta, Opened};
 pub use medium::WriteDisk;
 
 use crate::aligned::AlignedBuf;
-use crate::disk::{DirectIo, DiskError};
-use crate::file_disk::OpenMode;
+use crate::disk::DiskError;
 use crate::sync::{Mutex, lock};
 use index::{Claim, Index};
-use layout::{BLOCK, Described, Descriptor, Geometry, Header};
+use layout::{BLOCK, Descriptor, Geometry};
 use medium::FileMedium;
+use opening::{begin, scan};
 use std::collections::HashMap;
 use std::fmt;
 use std::io;
@@ -57,120 +60,11 @@ pub const NOTE_BYTES_MAX: usize = 2048;
 /// Threads that read payloads of one call; few, because each read is long.
 const READERS: usize = 4;
 
-/// Threads that read descriptors when a file is opened; more, because each read is short.
-const SCANNERS: usize = 8;
-
-/// Descriptors that a thread reads before it looks for more.
-const SCAN_RUN: u32 = 32;
-
 /// Failures that are kept for [`BlockFile::poll`]; later ones are only counted.
 const FAILURES_MAX: usize = 64;
 
 /// Bytes that are copied before their checksum is taken: they are still in the core's cache then.
 const COPY_BYTES: usize = 64 << 10;
-
-/// What a block file is made of.
-#[derive(Clone, Debug)]
-pub struct BlockFileConfig {
-    /// Bytes of every payload.
-    pub payload_bytes: usize,
-    /// The file never becomes longer than this.
-    pub max_bytes: u64,
-    /// Whatever payloads depend on. A file with another fingerprint is stale, and is started anew.
-    pub fingerprint: [u8; 32],
-    /// Writes that may be queued, each with a buffer of its own of [`slot_bytes`](Self::slot_bytes).
-    pub queue: usize,
-    /// Past the page cache or through it.
-    pub direct: OpenMode,
-}
-
-impl BlockFileConfig {
-    /// Bytes that a block takes in the file, and a queued write in memory.
-    ///
-    /// # Errors
-    /// [`BlockFileError::Config`] and [`BlockFileError::TooSmall`], as [`BlockFile::open`].
-    pub fn slot_bytes(&self) -> Result<usize, BlockFileError> {
-        Ok(self.geometry()?.slot_bytes)
-    }
-
-    /// Bytes of a file of so many blocks.
-    ///
-    /// # Errors
-    /// As [`slot_bytes`](Self::slot_bytes).
-    pub fn bytes_of(&self, blocks: u32) -> Result<u64, BlockFileError> {
-        Ok(self.geometry()?.offset(blocks))
-    }
-
-    fn geometry(&self) -> Result<Geometry, BlockFileError> {
-        if self.queue == 0 {
-            return Err(BlockFileError::Config { setting: "queue" });
-        }
-        Geometry::new(self.fingerprint, self.payload_bytes, self.max_bytes)
-    }
-}
-
-/// A block without its payload.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct BlockMeta {
-    /// Its name. Equal keys mean equal parents, notes and payloads.
-    pub key: u128,
-    /// The key of the block that it continues, which need not be held; its own key or any that is never held
-    /// (0, say) if there is none. Parents form no cycles.
-    pub parent: u128,
-    /// Anything, up to [`NOTE_BYTES_MAX`] bytes.
-    pub note: Box<[u8]>,
-}
-
-/// What was found when a file was opened.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Opened {
-    /// Blocks.
-    pub blocks: usize,
-    /// Slots whose descriptor was damaged or whose end was cut off.
-    pub dropped: usize,
-    /// Why the file that was there is of no use and was started anew.
-    pub stale: Option<String>,
-    /// Whether reads and writes bypass the page cache.
-    pub direct_io: DirectIo,
-}
-
-/// A block that is no longer held because of the disk.
-#[derive(Debug)]
-pub struct BlockFailure {
-    /// The block.
-    pub key: u128,
-    /// Why: its write or its read failed.
-    pub error: BlockFileError,
-}
-
-/// Counts since the file was opened, and what it holds now.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct BlockFileSnapshot {
-    /// Blocks held.
-    pub blocks: usize,
-    /// Blocks that can be held. Becomes less if the disk is full before the file has its bound.
-    pub capacity: usize,
-    /// Blocks whose write is queued or under way.
-    pub writing: usize,
-    /// Blocks written.
-    pub written: u64,
-    /// Their bytes in the file.
-    pub written_bytes: u64,
-    /// Bytes of payloads that were read from the file.
-    pub read_bytes: u64,
-    /// Blocks asked for that came.
-    pub hits: u64,
-    /// Blocks asked for that were not held, were damaged or could not be read.
-    pub misses: u64,
-    /// Blocks that gave way to others.
-    pub evicted: u64,
-    /// Blocks dropped because their payload was not what had been written.
-    pub corrupt: u64,
-    /// Reads that the system failed.
-    pub read_errors: u64,
-    /// Writes that the system failed.
-    pub write_errors: u64,
-}
 
 /// A file of blocks, open and locked. One owner; dropping it finishes what is queued.
 pub struct BlockFile {
@@ -544,81 +438,6 @@ impl fmt::Debug for BlockFile {
             .field("counts", &self.snapshot())
             .finish_non_exhaustive()
     }
-}
-
-/// Makes the file one whose header is current and that is no longer than its bound. Says why, if blocks that
-/// were there are of no use.
-fn begin(disk: &dyn WriteDisk, geometry: &Geometry) -> Result<Option<String>, BlockFileError> {
-    let len = disk.len_now().map_err(|source| io_error(disk, "tell its length", source))?;
-    let mut page = AlignedBuf::zeroed(BLOCK)?;
-    let there = len.min(BLOCK as u64) as usize;
-    disk.read_range(0, &mut page[..there])?;
-    let stale = match layout::read_header(geometry, &page[..there]) {
-        Header::Current => {
-            let bound = geometry.offset(geometry.capacity);
-            if len > bound {
-                disk.set_len(bound).map_err(|source| io_error(disk, "cut it off", source))?;
-            }
-            return Ok(None);
-        }
-        Header::Foreign => return Err(BlockFileError::Foreign { file: disk.name().to_owned() }),
-        Header::New => None,
-        Header::Stale(why) => Some(why),
-    };
-    // Emptied first, so that no old descriptor stands behind the new header.
-    disk.set_len(0).map_err(|source| io_error(disk, "empty it", source))?;
-    page.fill(0);
-    layout::write_header(geometry, &mut page);
-    let file = || disk.name().to_owned();
-    disk.write_all_at(0, &page).map_err(|source| BlockFileError::Write {
-        file: file(),
-        offset: 0,
-        len: BLOCK,
-        source,
-    })?;
-    disk.sync().map_err(|source| io_error(disk, "bring its header to the drive", source))?;
-    Ok(stale)
-}
-
-/// Reads all descriptors. Returns the index and the number of slots that hold neither a block nor nothing.
-fn scan(disk: &dyn WriteDisk, geometry: &Geometry) -> Result<(Index, usize), BlockFileError> {
-    let len = disk.len_now().map_err(|source| io_error(disk, "tell its length", source))?;
-    let slots = len.saturating_sub(BLOCK as u64).div_ceil(geometry.slot_bytes as u64);
-    let slots = u32::try_from(slots).unwrap_or(u32::MAX).min(geometry.capacity);
-    let mut runs: Vec<(u32, Vec<Described>)> =
-        (0..slots).step_by(SCAN_RUN as usize).map(|first| (first, Vec::new())).collect();
-    in_parallel(&mut runs, SCANNERS, |(first, found)| {
-        let mut page = AlignedBuf::zeroed(BLOCK).ok();
-        for slot in *first..slots.min(*first + SCAN_RUN) {
-            found.push(describe(disk, geometry, len, slot, page.as_deref_mut()));
-        }
-    });
-    let mut index = Index::new(geometry.capacity);
-    let mut dropped = 0;
-    for described in runs.into_iter().flat_map(|(_, found)| found) {
-        dropped += usize::from(described == Described::Damaged);
-        index.restore(match described {
-            Described::Block(descriptor) => Some(descriptor),
-            Described::Nothing | Described::Damaged => None,
-        });
-    }
-    Ok((index, dropped))
-}
-
-/// What a slot of a file of `len` bytes holds. One that cannot be read, or whose end is missing, is damaged.
-fn describe(
-    disk: &dyn WriteDisk,
-    geometry: &Geometry,
-    len: u64,
-    slot: u32,
-    page: Option<&mut [u8]>,
-) -> Described {
-    let Some(page) = page else { return Described::Damaged };
-    let (start, end) = (geometry.offset(slot), geometry.offset(slot + 1));
-    if end > len || disk.read_range(start, page).is_err() {
-        return Described::Damaged;
-    }
-    layout::read_descriptor(geometry, slot, page)
 }
 
 /// A payload to be read.

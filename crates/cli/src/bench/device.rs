@@ -8,24 +8,25 @@
 //! that is of another kernel than the last and waits for it, as those of a token do. Products of many tokens have `tmac_s` in its place, 10^12
 //! multiply-adds a second: what they are bound by.
 
+mod attention;
+mod data;
+mod experts;
+mod host;
+mod products;
 mod states;
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use serde_json::json;
 use smoe_engine::DeviceChoice;
-use smoe_format::spec::Activation;
-use smoe_format::{Encoding, LayerTable, Table, TensorEntry, Uniform, Zero};
-use smoe_gpu::{
-    Access, Attention, AttentionHeads, AttentionOutputs, AttentionScratch, CodedMatmul, CodedPlane, Columns,
-    CopyKernel, DeviceKind, Down, ExpertInput, ExpertLayout, FloatMatmul, GateUp, Gpu, GpuError, HeadMatmul,
-    HeadPlane, Hidden, KV_BLOCK, KvFormat, KvLayout, LatentAttention, LatentLayout, Links, Quantise, Rows,
-    Shader, Slice, Software, Step, Weights, WorkList,
-};
+use smoe_format::Table;
+use smoe_gpu::{DeviceKind, Gpu, GpuError, Software, Step};
 
 use super::record::{Record, rounded};
 use crate::failure::Failure;
 use crate::progress;
+use data::q;
+use experts::{Experts, Of};
 
 /// Bytes of the weights that dispatches take turns with.
 const COLD: u64 = 1_800_000_000;
@@ -35,8 +36,6 @@ const DISPATCHES: usize = 100;
 const PROMPT_DISPATCHES: usize = 10;
 /// Tokens that are few.
 const FEW: usize = 8;
-/// For how long small dispatches go before anything counts: at first they took 2.6 us on an H200, after 0.7 s 2.1 (EXP-GPU-08).
-const WARM_UP: Duration = Duration::from_secs(2);
 /// What the others are held against.
 const COPY: &str = "copy by a kernel";
 const WAITS: &str = "dispatch that waits for another";
@@ -116,29 +115,6 @@ impl Figure {
     }
 }
 
-/// The experts of a model's layer.
-struct Experts {
-    name: &'static str,
-    d: usize,
-    ff: usize,
-    /// Of a token.
-    top_k: usize,
-    encoding: Encoding,
-    /// They have biases, and a clamped activation.
-    is_gpt_oss: bool,
-}
-
-/// Whose experts they are.
-#[derive(Clone, Copy)]
-enum Of {
-    /// The same of all tokens.
-    All,
-    /// Each token's own.
-    Each,
-    /// So many in all, each of as many tokens as the next.
-    Many(usize),
-}
-
 struct Bench {
     gpu: Gpu,
     cold: u64,
@@ -149,33 +125,6 @@ struct Bench {
 fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     values[values.len() / 2]
-}
-
-fn q(bits: u8) -> Encoding {
-    Encoding::Uniform(Uniform::new(bits, 64, Zero::Symmetric).expect("an encoding that there is"))
-}
-
-fn uniform(encoding: Encoding) -> Uniform {
-    encoding.tiles().unwrap_or_else(|| panic!("{encoding} has no codes"))
-}
-
-/// Random codes and scales of 1, or random small floats.
-fn tensor(encoding: Encoding, rows: usize, cols: usize) -> Vec<u8> {
-    let mut state = 1u64;
-    let mut bytes = vec![0; encoding.tensor_bytes(rows, cols).expect("a shape that fits")];
-    for eight in bytes.chunks_mut(8) {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        // The exponents of floats are cleared of their highest bit: below 2.
-        let word = if encoding.is_float() { state & 0xbfff_bfff_bfff_bfff } else { state };
-        eight.copy_from_slice(&word.to_le_bytes()[..eight.len()]);
-    }
-    if let Some(uniform) = encoding.tiles() {
-        for tile in bytes.chunks_exact_mut(uniform.tile_bytes()) {
-            let scales = &mut tile[uniform.code_bytes()..];
-            scales.chunks_exact_mut(2).for_each(|s| s.copy_from_slice(&0x3c00u16.to_le_bytes()));
-        }
-    }
-    bytes
 }
 
 impl Bench {
@@ -320,323 +269,5 @@ impl Bench {
         let seconds = self.time_of(if self.small { 4 } else { dispatches }, record)?;
         self.figures.push(Figure { what: what.to_owned(), tokens, seconds, bytes, macs });
         Ok(())
-    }
-
-    /// What it costs to hand a step over and wait for it, and to dispatch a kernel that does nothing.
-    fn host(&mut self) -> Result<(), GpuError> {
-        let word = self.gpu.buffer("word", 4)?;
-        let source = "
-            @group(0) @binding(0) var<storage, read_write> word: array<u32>;
-            @compute @workgroup_size(64)
-            fn main(@builtin(local_invocation_index) lane: u32) {
-                if (lane == 0u) { word[0] += 1u; }
-            }";
-        let shader = Shader { name: "empty", source: source.into(), bindings: &[Access::Write] };
-        let op = self.gpu.bind(&self.gpu.kernel(&shader)?, &[&word])?;
-        // A processor and a card that were idle are slow at first.
-        let began = Instant::now();
-        while !self.small && began.elapsed() < WARM_UP {
-            self.time(&|step, _| step.run(&op, &[], [1, 1, 1]))?;
-        }
-        let waits = (0..RUNS * 10).map(|_| {
-            let start = Instant::now();
-            let mut step = self.gpu.step();
-            step.run(&op, &[], [1, 1, 1]);
-            let submitted = step.submit();
-            self.gpu.wait(&submitted)?;
-            Ok(start.elapsed().as_secs_f64())
-        });
-        let wait = median(waits.collect::<Result<_, GpuError>>()?);
-        self.tell("submit and wait", 0, wait, 0);
-        let empty = self.time(&|step, _| step.run(&op, &[], [1, 1, 1]))?;
-        self.tell("empty dispatch", 0, empty, 0);
-        let links = Links::new(&self.gpu)?;
-        // The host may take longer to record one.
-        let waits = self.time_recorded(&|step, i| links.record(step, i))?;
-        self.tell(WAITS, 0, waits, 0);
-        Ok(())
-    }
-
-    /// What the device's memory does: the ceiling.
-    fn copies(&mut self) -> Result<(), GpuError> {
-        let bytes = self.cold / 2 / 16 * 16;
-        let (from, to) = (self.gpu.buffer("from", bytes)?, self.gpu.buffer("to", bytes)?);
-        let copy = CopyKernel::new(&self.gpu, &from, &to)?;
-        let kernel = self.time(&|step, _| copy.record(step))?;
-        self.tell(COPY, 0, kernel, copy.bytes());
-        let buffer = self.time(&|step, _| step.copy(&from, &to))?;
-        self.tell("copy by copy_buffer", 0, buffer, 2 * bytes);
-        Ok(())
-    }
-
-    fn words(&self, words: &[u32]) -> Result<Slice, GpuError> {
-        let slice = self.gpu.buffer("words", 4 * words.len() as u64)?;
-        self.gpu.write(&slice, 0, &words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<_>>());
-        Ok(slice)
-    }
-
-    fn x(&self, tokens: usize, cols: usize) -> Result<Slice, GpuError> {
-        let x: Vec<u8> = (0..tokens * cols)
-            .flat_map(|i| (((i * 7919) % 1009) as f32 / 500.0 - 1.0).to_le_bytes())
-            .collect();
-        let slice = self.gpu.buffer("x", x.len() as u64)?;
-        self.gpu.write(&slice, 0, &x);
-        Ok(slice)
-    }
-
-    fn coded_x(&self, tokens: usize, cols: usize, group: usize) -> Result<CodedPlane, GpuError> {
-        let plane = CodedPlane::new(&self.gpu, tokens, cols, group)?;
-        let quantise = Quantise::new(&self.gpu, &self.x(tokens, cols)?, &plane)?;
-        let mut step = self.gpu.step();
-        quantise.record(&mut step, tokens);
-        let submitted = step.submit();
-        self.gpu.wait(&submitted)?;
-        Ok(plane)
-    }
-
-    fn quantise(&mut self) -> Result<(), GpuError> {
-        for tokens in [1, 8] {
-            let plane = CodedPlane::new(&self.gpu, tokens, 4096, 64)?;
-            let quantise = Quantise::new(&self.gpu, &self.x(tokens, 4096)?, &plane)?;
-            let seconds = self.time(&|step, _| quantise.record(step, tokens))?;
-            self.tell("quantise 4096", tokens, seconds, (tokens * 4096 * 4) as u64);
-        }
-        Ok(())
-    }
-
-    /// Copies of a tensor that are `cold` bytes together, in one slice each.
-    fn copies_of(&self, bytes: &[u8]) -> Result<Vec<Slice>, GpuError> {
-        let first = self.gpu.buffer("weights", bytes.len() as u64)?;
-        // In pieces: what is written waits in memory of the host's until the next step.
-        for (i, piece) in bytes.chunks(64 << 20).enumerate() {
-            self.gpu.write(&first, (i * (64 << 20)) as u64, piece);
-            let submitted = self.gpu.step().submit();
-            self.gpu.wait(&submitted)?;
-        }
-        let count = (self.cold / bytes.len() as u64).max(1);
-        let mut all = vec![first];
-        for _ in 1..count {
-            let copy = self.gpu.buffer("weights", bytes.len() as u64)?;
-            let mut step = self.gpu.step();
-            step.copy(&all[0], &copy);
-            let submitted = step.submit();
-            self.gpu.wait(&submitted)?;
-            all.push(copy);
-        }
-        Ok(all)
-    }
-
-    fn coded(
-        &mut self,
-        what: &str,
-        (rows, cols): (usize, usize),
-        encoding: Encoding,
-        tokens: usize,
-    ) -> Result<(), GpuError> {
-        let bytes = tensor(encoding, rows, cols);
-        let copies = self.copies_of(&bytes)?;
-        let x = self.coded_x(tokens, cols, uniform(encoding).group())?;
-        let plane = self.gpu.buffer("out", (4 * tokens * rows) as u64)?;
-        let out = Columns::whole(plane, rows);
-        let product = |slice: &Slice| {
-            let weights = Weights::new(slice.clone(), rows, cols, encoding);
-            CodedMatmul::new(&self.gpu, &weights, &x, &out)
-        };
-        let products = copies.iter().map(product).collect::<Result<Vec<_>, _>>()?;
-        let work = (bytes.len() as u64, (tokens * rows * cols) as f64);
-        self.product(what, tokens, work, &|step, i| products[i % products.len()].record(step, tokens))
-    }
-
-    fn float(&mut self, what: &str, (rows, cols): (usize, usize), tokens: usize) -> Result<(), GpuError> {
-        let bytes = tensor(Encoding::Bf16, rows, cols);
-        let copies = self.copies_of(&bytes)?;
-        let x = self.x(tokens, cols)?;
-        let plane = self.gpu.buffer("out", (4 * tokens * rows) as u64)?;
-        let out = Columns::whole(plane, rows);
-        let product = |slice: &Slice| {
-            let weights = Weights::new(slice.clone(), rows, cols, Encoding::Bf16);
-            FloatMatmul::new(&self.gpu, &weights, &x, tokens, &out)
-        };
-        let products = copies.iter().map(product).collect::<Result<Vec<_>, _>>()?;
-        let seconds = self.time(&|step, i| products[i % products.len()].record(step, tokens))?;
-        self.tell(what, tokens, seconds, bytes.len() as u64);
-        Ok(())
-    }
-
-    /// Attention of a prompt's tokens behind others of theirs: 32 query heads over 4 kv heads of 128, in halves. Keys and values
-    /// count once.
-    fn attention(&mut self, name: &str, tokens: usize, before: usize) -> Result<(), GpuError> {
-        let n_kv_heads = if self.small { 1 } else { 4 };
-        let n_heads = 8 * n_kv_heads;
-        let kv = KvLayout { format: KvFormat::F16, n_kv_heads, head_dim: 128, value_dim: 128 };
-        let visible = before + tokens;
-        let blocks = visible.div_ceil(KV_BLOCK);
-        let bytes = (blocks * kv.block_bytes()) as u64;
-        // Layers take turns, as in a model.
-        let caches = (0..(self.cold / bytes / 4).clamp(1, 48))
-            .map(|_| self.gpu.buffer("keys and values", bytes))
-            .collect::<Result<Vec<_>, _>>()?;
-        let rows = (before..visible).flat_map(|position| [position as u32, 0, 0, 0]).collect::<Vec<_>>();
-        let (rows, tables) = (self.words(&rows)?, self.words(&(0..blocks as u32).collect::<Vec<_>>())?);
-        let rows = Rows { rows: &rows, tables: &tables };
-        let queries = self.x(tokens, n_heads * kv.head_dim)?;
-        let scratch = AttentionScratch::new(&self.gpu, n_heads, kv.value_dim, visible, 64 << 20)?;
-        let out = self.gpu.buffer("out", (4 * tokens * n_heads * kv.value_dim) as u64)?;
-        let heads = AttentionHeads { n_heads, scale: 0.09, sinks: None };
-        let attention = |cache: &Slice| {
-            let outputs = AttentionOutputs { plane: Some(&out), ..Default::default() };
-            Attention::new(&self.gpu, tokens, kv, heads, &queries, cache, rows, &scratch, outputs, None)
-        };
-        let all = caches.iter().map(attention).collect::<Result<Vec<_>, _>>()?;
-        let seen = (before + 1..=visible).sum::<usize>();
-        let macs = (seen * n_heads * (kv.head_dim + kv.value_dim)) as f64;
-        let what = format!("{name} attention after {before} positions");
-        self.product(
-            &what,
-            tokens,
-            ((visible * 2 * kv.n_kv_heads * kv.row_bytes()) as u64, macs),
-            &|step, i| {
-                all[i % all.len()].record(step, tokens, 1, visible, visible);
-            },
-        )
-    }
-
-    /// Attention of DeepSeek's shapes over latents in halves, of tokens that see as many positions: their rows count once for each
-    /// token.
-    fn latent(&mut self, name: &str, heads: usize, visible: usize, tokens: usize) -> Result<(), GpuError> {
-        let kv = LatentLayout { format: KvFormat::F16, kv_rank: 512, rope_dim: 64 };
-        let blocks = visible.div_ceil(KV_BLOCK);
-        let bytes = (blocks * kv.block_bytes()) as u64;
-        // Layers take turns, as in a model.
-        let caches = (0..(self.cold / bytes / 4).clamp(1, 61))
-            .map(|_| self.gpu.buffer("latents", bytes))
-            .collect::<Result<Vec<_>, _>>()?;
-        let rows = [visible as u32 - 1, 0, 0, 0].repeat(tokens);
-        let (rows, tables) = (self.words(&rows)?, self.words(&(0..blocks as u32).collect::<Vec<_>>())?);
-        let rows = Rows { rows: &rows, tables: &tables };
-        let queries = self.x(tokens, heads * kv.key_dim())?;
-        let scratch = AttentionScratch::new(&self.gpu, heads, kv.kv_rank, visible, 64 << 20)?;
-        let out = self.gpu.buffer("out", (4 * tokens * heads * kv.kv_rank) as u64)?;
-        let attention = |cache: &Slice| {
-            let outputs = AttentionOutputs { plane: Some(&out), ..Default::default() };
-            let scale = 0.07;
-            LatentAttention::new(
-                &self.gpu, tokens, kv, heads, scale, &queries, cache, rows, &scratch, outputs,
-            )
-        };
-        let all = caches.iter().map(attention).collect::<Result<Vec<_>, _>>()?;
-        let seconds = self.time(&|step, i| all[i % all.len()].record(step, tokens, visible, visible))?;
-        let what = format!("{name} latent attention, {heads} heads, {visible} positions");
-        self.tell(&what, tokens, seconds, (tokens * visible * kv.row_bytes()) as u64);
-        Ok(())
-    }
-
-    /// A matrix of each head.
-    fn heads(
-        &mut self,
-        name: &str,
-        heads: usize,
-        (rows, cols): (usize, usize),
-        tokens: usize,
-    ) -> Result<(), GpuError> {
-        let bytes = tensor(q(8), heads * rows, cols);
-        let copies = self.copies_of(&bytes)?;
-        let plane = HeadPlane::Coded(self.coded_x(tokens * heads, cols, 64)?);
-        let out = self.gpu.buffer("out", (4 * tokens * heads * rows) as u64)?;
-        let product = |slice: &Slice| {
-            let weights = Weights::new(slice.clone(), heads * rows, cols, q(8));
-            HeadMatmul::new(&self.gpu, &weights, heads, &plane, tokens, &out, rows)
-        };
-        let products = copies.iter().map(product).collect::<Result<Vec<_>, _>>()?;
-        let seconds = self.time(&|step, i| products[i % products.len()].record(step, tokens))?;
-        self.tell(
-            &format!("{name} {heads} heads of {rows} x {cols} q8"),
-            tokens,
-            seconds,
-            bytes.len() as u64,
-        );
-        Ok(())
-    }
-
-    fn experts(&mut self, shape: &Experts, tokens: usize, of: Of) -> Result<(), GpuError> {
-        let &Experts { name, d, ff, top_k, encoding, is_gpt_oss } = shape;
-        let mut offset = 0;
-        let tensors = [(ff, d), (ff, d), (d, ff)].map(|(rows, cols)| {
-            let len = encoding.tensor_bytes(rows, cols).expect("a shape that fits");
-            let entry = TensorEntry { encoding, rows, cols, offset, len };
-            offset += len;
-            entry
-        });
-        let record = offset.next_multiple_of(16 << 10);
-        let experts = match of {
-            Of::All => top_k,
-            Of::Each => top_k * tokens,
-            Of::Many(experts) => experts,
-        };
-        let lists = (self.cold as usize / record / experts).max(1);
-        let table = LayerTable { layer: 0, n_experts: experts as u32, record_len: record, tensors };
-        let mut layout = ExpertLayout::new(&table, record as u64);
-        if is_gpt_oss {
-            let biases = self.gpu.buffer("biases", (4 * experts * (2 * ff + d)) as u64)?;
-            layout = layout.activated(Activation::ClampedSwiglu { alpha: 1.702, limit: 7.0 }).biased(biases);
-        }
-        let slots = self.slots(&tensors, record, lists * experts)?;
-        let x = self.coded_x(tokens, d, uniform(encoding).group())?;
-        let planes = [&x];
-        let input = ExpertInput { coded: &planes, float: None };
-        let pairs = tokens * top_k;
-        let hidden = Hidden::new(&self.gpu, &layout, pairs)?;
-        let y = self.gpu.buffer("y", (4 * pairs * d) as u64)?;
-        let list = |l: usize| {
-            let list = WorkList::new(&self.gpu, &layout, tokens, top_k)?;
-            // Pairs take turns with the experts.
-            let of = |e: usize| -> Vec<u32> { (e as u32..pairs as u32).step_by(experts).collect() };
-            let all: Vec<(u32, u32, Vec<u32>)> =
-                (0..experts).map(|e| ((l * experts + e) as u32, e as u32, of(e))).collect();
-            let entries: Vec<_> = all.iter().map(|(slot, e, pairs)| (*slot, *e, &pairs[..])).collect();
-            list.write(&self.gpu, tokens, &entries);
-            Ok(list)
-        };
-        let lists = (0..lists).map(list).collect::<Result<Vec<_>, GpuError>>()?;
-        let work = |matrices: u64| {
-            let bytes = matrices * (experts * tensors[0].len) as u64;
-            (bytes, (matrices as usize * pairs * ff * d) as f64)
-        };
-        let how = match (tokens, of) {
-            (1, _) => format!("{top_k} experts"),
-            (_, Of::All) => format!("{top_k} experts, shared"),
-            _ => format!("{experts} experts"),
-        };
-        let gate_up = |list| GateUp::new(&self.gpu, &layout, &slots, list, &input, &hidden);
-        let gate_ups = lists.iter().map(gate_up).collect::<Result<Vec<_>, _>>()?;
-        let record = |step: &mut Step, i: usize| gate_ups[i % gate_ups.len()].record(step, tokens);
-        self.product(&format!("{name} gate and up, {how}"), tokens, work(2), &record)?;
-        let down = |list| Down::new(&self.gpu, &layout, &slots, list, &hidden, &y);
-        let downs = lists.iter().map(down).collect::<Result<Vec<_>, _>>()?;
-        let record = |step: &mut Step, i: usize| downs[i % downs.len()].record(step, tokens);
-        self.product(&format!("{name} down, {how}"), tokens, work(1), &record)
-    }
-
-    /// Slots of one expert's weights, over and over.
-    fn slots(&self, tensors: &[TensorEntry; 3], record: usize, count: usize) -> Result<Slice, GpuError> {
-        let mut bytes = vec![0; record];
-        for t in tensors {
-            bytes[t.offset..t.offset + t.len].copy_from_slice(&tensor(t.encoding, t.rows, t.cols));
-        }
-        let slots = self.gpu.buffer("slots", (count * record) as u64)?;
-        self.gpu.write(&slots, 0, &bytes);
-        let record = record as u64;
-        let mut done = 1;
-        while done < count as u64 {
-            let next = done.min(count as u64 - done);
-            let from = self.gpu.buffer("some slots", next * record)?;
-            let mut step = self.gpu.step();
-            step.copy(&slots.part(0, next * record), &from);
-            step.copy(&from, &slots.part(done * record, next * record));
-            let submitted = step.submit();
-            self.gpu.wait(&submitted)?;
-            done += next;
-        }
-        Ok(slots)
     }
 }

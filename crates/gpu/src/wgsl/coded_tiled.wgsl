@@ -10,7 +10,7 @@
 // what is here by the item or the token, which tiling.rs appends. Token t of a lane is token `t * TOKEN_LANES + lane / ROW_LANES`
 // of the workgroup: where there are fewer tokens lanes have fewer, and a way of their own along a stage.
 //
-// Needs: those lists; fn multiply, of coded_tiled_multiply.wgsl; coded_tiles.wgsl; fn levels; fn block_at, where a block of 32 of
+// Needs: those lists; fn multiply, of coded_tiled_multiply.wgsl; coded_tiles.wgsl; memory_one.wgsl or memory_two.wgsl; fn levels; fn block_at, where a block of 32 of
 // the rows begins, in pieces; fn input_row, the row of the plane that is a token; fn fma4; consts THREADS, ROWS, TOKENS, QUADS,
 // LANE_TOKENS, STAGE, BUFFERS (of what is shared: with two a stage costs one barrier), CODE_ITEMS, INPUT_ITEMS, CELL_ITEMS (of a
 // lane, in a stage).
@@ -114,12 +114,12 @@ fn load_code(ahead: ptr<function, Ahead>, places: ptr<function, Places>, first: 
     let item = code_item(lane, k);
     let unit = item / 4u % UNITS;
     let at = (*places).codes[k] + min(first + item / (4u * UNITS) % STAGE, last) * TILE;
-    (*ahead).low[k] = stored[at + 4u * low_line(unit, 0u)];
+    (*ahead).low[k] = word(at + 4u * low_line(unit, 0u));
     if (LOW == 8u) {
-        (*ahead).second[k] = stored[at + 4u * low_line(unit, 1u)];
+        (*ahead).second[k] = word(at + 4u * low_line(unit, 1u));
     }
     if (HIGH > 0u) {
-        (*ahead).second[k] = stored[at + 4u * high_line(unit)];
+        (*ahead).second[k] = word(at + 4u * high_line(unit));
     }
 }
 
@@ -138,9 +138,9 @@ fn load(job: ptr<function, Job>, ahead: ptr<function, Ahead>, places: ptr<functi
     load_inputs(ahead, places, first, last, lane);
     load_cells(ahead, places, first, last, lane);
     let at = (*places).scales + min(first + scale_item(lane) / 4u % STAGE, last) * TILE;
-    (*ahead).scales = stored[at];
+    (*ahead).scales = word(at);
     if (AFFINE == 1u) {
-        (*ahead).minima = stored[at + 4u];
+        (*ahead).minima = word(at + 4u);
     }
 }
 

@@ -147,8 +147,8 @@ impl Layer {
             Some(biases) => &self.layout.clone().biased(plane(gpu, biases)),
             None => &self.layout,
         };
-        // Of a few tokens every second expert of the list lies in a second memory, whose slots are further apart.
-        let is_behind = |i: usize| tokens <= 8 && i % 2 == 1 && experts[i].0 != WorkList::ABSENT;
+        // Every second expert of the list lies in a second memory, whose slots are further apart.
+        let is_behind = |i: usize| i % 2 == 1 && experts[i].0 != WorkList::ABSENT;
         let entry = |(i, (slot, pairs)): (usize, &'a (u32, Vec<u32>))| {
             (*slot + if is_behind(i) { WorkList::BEHIND } else { 0 }, i as u32, &pairs[..])
         };
@@ -162,10 +162,7 @@ impl Layer {
                 bytes.fill(0xff);
             }
         }
-        let layout = match tokens {
-            ..=8 => &layout.clone().and_behind(upload(gpu, &behind), behind_bytes as u64),
-            _ => layout,
-        };
+        let layout = &layout.clone().and_behind(upload(gpu, &behind), behind_bytes as u64);
         let slots = upload(gpu, &near);
         let gate_up = GateUp::tuned(gpu, layout, &slots, &list, &input, &hidden, tuning, tiling).unwrap();
         let down = Down::tuned(gpu, layout, &slots, &list, &hidden, &y, tuning, tiling).unwrap();

@@ -183,10 +183,10 @@ impl GpuBackend {
         if from == 0 && self.take_begun(rows, kv, head)? {
             return Ok(Advanced { next: self.layers.len(), halted: false });
         }
-        if !self.tier.holds_all() && self.tokens > self.flow.few {
+        let halts = !self.tier.reaches_all();
+        if !self.tier.holds_all() && self.tokens > self.flow.few && (halts || !self.reads_each_once()) {
             return Ok(Advanced { next: from, halted: false });
         }
-        let halts = !self.tier.reaches_all();
         if from == 0 {
             self.place(rows, kv);
         }
@@ -219,6 +219,14 @@ impl GpuBackend {
         }
         self.next = end;
         Ok(Advanced { next: end, halted: false })
+    }
+
+    /// Whether kernels read an expert once in the step, on average: its pairs are one entry of a work list. Of longer steps what is
+    /// copied goes over the bus less often.
+    fn reads_each_once(&self) -> bool {
+        let moe = &self.spec.moe;
+        let pairs = self.lists.first().map_or(0, |list| list.entry_pairs(self.tokens));
+        self.tokens * moe.top_k <= moe.n_experts * pairs
     }
 
     /// The MoE layers among these, by their numbers.
@@ -474,7 +482,7 @@ impl GpuBackend {
     }
 
     /// Counts the uses of experts by kernels that are done; brings the device what they read over the bus and it is better
-    /// off with.
+    /// off with, of a long step's no more than its last token's.
     pub(super) fn hear(&mut self, layer: usize, routes: &Routes) {
         let Some(index) = self.layers[layer].ops.moe().map(|moe| moe.index) else { return };
         let mut brought = Vec::new();
@@ -485,7 +493,9 @@ impl GpuBackend {
             } else if let Some(from) = self.tier.in_ring_behind(index, expert) {
                 self.meter.misses.add(1);
                 self.meter.over_bus.add(1);
-                if self.tier.is_better_off_with(index, expert, stamp, MARGIN)
+                let is_last = routes.of_expert(expert).1.last() == Some(&(self.tokens as u32 - 1));
+                if (is_last || self.tokens <= self.flow.few)
+                    && self.tier.is_better_off_with(index, expert, stamp, MARGIN)
                     && let Admission::Slot(slot) = self.tier.admit(index, expert, stamp)
                 {
                     brought.push((slot, from));

@@ -160,7 +160,7 @@ pub(super) struct Moe {
     pub(super) bias: Option<Vec<f32>>,
     /// The choice of experts, and the list of them.
     pub(super) route: Route,
-    /// Over that list: of the layer's slots, and of what lies behind them, if anything does; then of few tokens.
+    /// Over that list: of the layer's slots, and of what lies behind them, if anything does.
     pub(super) own: Routed,
     /// The device's list.
     pub(super) list: WorkList,

@@ -117,26 +117,21 @@ impl Builder<'_> {
             seen: Some((&self.planes.seen, index)),
         };
         let halt = (self.halt(), (index + 1) as f32);
-        let route = Route::halting(self.gpu, t, &self.spec.moe, inputs, outputs, Some(halt))?;
-        // Longer steps find nothing behind the slots.
-        let tokens = if behind.is_some() { t.min(route.few()) } else { t };
-        let few = WorkList { tokens, ..own.clone() };
-        let lone = operands.with_shared(self.gpu, &few, memory, behind, shared.as_ref())?;
         Ok(Moe {
             index,
             router,
             bias: router_bias.clone(),
-            route,
-            own: operands.routed(self.gpu, &few, memory, behind)?,
+            route: Route::halting(self.gpu, t, &self.spec.moe, inputs, outputs, Some(halt))?,
+            own: operands.routed(self.gpu, own, memory, behind)?,
             list: own.clone(),
             lists: lists
                 .iter()
                 .flat_map(|list| listed.iter().map(move |memory| (list, memory)))
                 .map(|(list, memory)| operands.routed(self.gpu, list, memory, None))
                 .collect::<Result<_, _>>()?,
+            lone: operands.with_shared(self.gpu, own, memory, behind, shared.as_ref())?,
             operands,
             shared,
-            lone,
             logits,
         })
     }
