@@ -12,9 +12,9 @@ use crate::{Access, Columns, Gpu, GpuError, Op, Shader, Slice, Step, Weights};
 pub(crate) const THREADS: u32 = 256;
 /// Rows below which whole workgroups share one: there are too few to fill a device otherwise.
 const FEW_ROWS: usize = 1024;
-/// Experts up to which each has a workgroup of the router's: an H200, of 132 multiprocessors, took twice as long for 256 as for 128
-/// (EXP-GPU-22).
-const SOME_EXPERTS: usize = 160;
+/// Experts up to which each has a workgroup of the router's, and is ranked among all: an H200, of 132 multiprocessors, took twice as long for
+/// 256 as for 128 (EXP-GPU-22).
+pub(crate) const SOME_EXPERTS: usize = 160;
 
 /// Where a float product's operand lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -2,7 +2,7 @@
 
 use smoe_format::spec::{GroupScore, MoeSpec, RouterKind};
 
-use crate::float::{self, FloatCut, Operand};
+use crate::float::{self, FloatCut, Operand, SOME_EXPERTS};
 use crate::memories::Memories;
 use crate::norm::{Delta, Draft, Halt, NORM_ROW, NormCut, add_delta, demand, demand_coded};
 use crate::quantise::assert_plane;
@@ -15,8 +15,8 @@ const ALONE: &str = include_str!("wgsl/route_alone.wgsl");
 const ROUTER: &str = include_str!("wgsl/route_router.wgsl");
 const PLAIN: &str = include_str!("wgsl/route_plain.wgsl");
 const NORMED: &str = include_str!("wgsl/route_norm.wgsl");
-/// Bytes that workgroups share besides a row of their own: what ranking takes, and sums.
-const SHARED: usize = 8 << 10;
+/// Bytes that workgroups share besides a row of their own and what ranking takes: sums.
+const SHARED: usize = 4 << 10;
 /// A logit that is not there yet.
 const EMPTY: u32 = u32::MAX;
 const KEYS: &str = include_str!("wgsl/route_keys.wgsl");
@@ -202,6 +202,8 @@ impl Route {
         let few = (ROOM / n_experts).clamp(1, FEW);
         let spread = (THREADS / n_experts).clamp(1, SPREAD);
         let spread = 1 << spread.ilog2();
+        // Of each 32 experts, where there are many: no more than are chosen.
+        let kept = if n_experts > SOME_EXPERTS { top_k } else { 0 };
         let router = router.map(|(matrix, x)| {
             assert_eq!(matrix.rows(), n_experts, "rows of a router");
             assert_plane(x, tokens, matrix.cols());
@@ -224,8 +226,9 @@ impl Route {
                     + usize::from(before.is_some())
                     + usize::from(bias.is_some())
                     + 2 * usize::from(coded.is_some());
-                let fits =
-                    bound + more <= gpu.most_bindings() && 4 * cols + SHARED <= gpu.shared_bytes() as usize;
+                let ranking = 12 * n_experts + 8 * n_experts.div_ceil(32) * kept;
+                let fits = bound + more <= gpu.most_bindings()
+                    && 4 * cols + ranking + SHARED <= gpu.shared_bytes() as usize;
                 fits.then_some(norm)
             }
             _ => None,
@@ -279,7 +282,8 @@ impl Route {
                 .constant("HALT", halt.map_or(0, |(halt, _)| halt.at))
                 .constant("PER", n_experts.div_ceil(THREADS))
                 .constant("SPREAD", spread)
-                .constant("PADDED", n_experts.next_multiple_of(RUN * spread));
+                .constant("KEPT", kept)
+                .constant("PADDED", n_experts.next_multiple_of(RUN * SPREAD));
             draft = match (does, &post) {
                 (Does::Router, Some(post)) => draft.buffer("post", "atomic<u32>", Access::Write, post),
                 _ => draft.buffer("logits", "f32", Access::Read, logits),

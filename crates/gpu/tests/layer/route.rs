@@ -421,6 +421,31 @@ fn ties_go_to_the_lower_expert_and_extreme_logits_choose_as_on_the_cpu() {
     rows.iter().for_each(|row| check_route(gpu, &moe, 1, false, row));
 }
 
+/// Of many experts a lone token's are ranked by segments of 32 first.
+#[test]
+fn many_experts_are_chosen_as_on_the_cpu_wherever_the_best_lie() {
+    let Some(gpu) = gpu() else { return };
+    let groups = Some(GroupSpec { n: 8, top: 4, score: GroupScore::BestTwo });
+    for moe in [
+        moe(161, 8, true),
+        moe(300, 10, false),
+        moe(512, 32, true),
+        MoeSpec { groups, router: RouterKind::Sigmoid, ..moe(256, 8, true) },
+    ] {
+        let row = |of: &dyn Fn(usize) -> f32| (0..moe.n_experts).map(of).collect::<Vec<_>>();
+        for logits in [
+            row(&|_| 1.0),
+            row(&|i| (i % 3) as f32),
+            // All in one segment, and one in each.
+            row(&|i| if i / 32 == 4 { (i % 7) as f32 } else { -1.0 }),
+            row(&|i| if i % 32 == 31 { 3.0 } else { (i % 5) as f32 * 0.1 }),
+            Random(9).values(moe.n_experts),
+        ] {
+            check_route(gpu, &moe, 1, false, &logits);
+        }
+    }
+}
+
 #[test]
 fn logits_that_are_not_numbers_make_weights_that_are_none() {
     let Some(gpu) = gpu() else { return };
