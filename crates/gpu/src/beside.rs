@@ -84,7 +84,8 @@ impl Beside {
         let coded = CodedMatmul::tuned(gpu, weights, &x, out, Some(tuning))?;
         let (weights, x, out) = float;
         let float = FloatMatmul::of_one(gpu, weights, x, out, tuning.threads)?;
-        Self::new(gpu, &[coded.launch(), float.launch()])
+        // The float one waits most, and has least to do.
+        Self::new(gpu, &[float.launch(), coded.launch()])
     }
 
     /// Records it.
@@ -132,28 +133,28 @@ impl LoneExperts {
         x: &ExpertInput<'_>,
         gate: Option<(&Weights, &Slice, &Columns)>,
     ) -> Result<Option<Self>, GpuError> {
-        let Some([first, second]) = Tuning::of_lone_experts(gpu, [routed.layout, shared.layout]) else {
+        let Some([firsts, seconds]) = Tuning::of_lone_experts(gpu, [routed.layout, shared.layout]) else {
             return Ok(None);
         };
-        let first = if gate.is_some() { first.in_workgroups_of(FLOAT_THREADS) } else { first };
-        let lists = [routed, shared].map(|of| WorkList { tokens: 1, ..of.list.clone() });
-        let mut gate_ups = Vec::new();
-        let mut downs = Vec::new();
-        for (ExpertsOf { layout, slots, hidden, y, .. }, list) in [routed, shared].into_iter().zip(&lists) {
-            gate_ups.push(GateUp::tuned(gpu, layout, slots, list, x, hidden, Some(first), None)?);
-            downs.push(Down::tuned(gpu, layout, slots, list, hidden, y, Some(second), None)?);
+        let least = if gate.is_some() { FLOAT_THREADS } else { 0 };
+        let firsts = firsts.map(|tuning| tuning.in_workgroups_of(least));
+        let (mut gate_ups, mut downs) = (Vec::new(), Vec::new());
+        for (i, of) in [routed, shared].into_iter().enumerate() {
+            let ExpertsOf { layout, slots, list, hidden, y } = of;
+            let list = &WorkList { tokens: 1, ..list.clone() };
+            gate_ups.push(GateUp::tuned(gpu, layout, slots, list, x, hidden, Some(firsts[i]), None)?);
+            downs.push(Down::tuned(gpu, layout, slots, list, hidden, y, Some(seconds[i]), None)?);
         }
         let gate = match gate {
-            Some((weights, x, out)) => Some(FloatMatmul::of_one(gpu, weights, x, out, first.threads)?),
+            Some((weights, x, out)) => Some(FloatMatmul::of_one(gpu, weights, x, out, firsts[0].threads)?),
             None => None,
         };
-        let launches: Option<Vec<Launch<'_>>> = gate_ups.iter().map(GateUp::launch).collect();
-        let Some(mut launches) = launches else { return Ok(None) };
-        launches.extend(gate.iter().map(FloatMatmul::launch));
-        let gate_up = Beside::new(gpu, &launches)?;
-        let launches: Option<Vec<Launch<'_>>> = downs.iter().map(Down::launch).collect();
-        let Some(launches) = launches else { return Ok(None) };
-        let down = Beside::new(gpu, &launches)?;
+        // The first workgroups begin first: those of the shared expert have most to do.
+        let gate_ups: Option<Vec<Launch<'_>>> = gate_ups.iter().rev().map(GateUp::launch).collect();
+        let downs: Option<Vec<Launch<'_>>> = downs.iter().rev().map(Down::launch).collect();
+        let Some((gate_ups, downs)) = gate_ups.zip(downs) else { return Ok(None) };
+        let gate_ups: Vec<Launch<'_>> = gate.iter().map(FloatMatmul::launch).chain(gate_ups).collect();
+        let (gate_up, down) = (Beside::new(gpu, &gate_ups)?, Beside::new(gpu, &downs)?);
         Ok(gate_up.zip(down).map(|(gate_up, down)| Self { gate_up, down }))
     }
 

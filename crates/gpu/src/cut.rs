@@ -102,30 +102,31 @@ impl Tuning {
         Self::of(gpu, weights.encoding(), weights.rows().div_ceil(ROWS), groups, 1)
     }
 
-    /// For a lone token's gates and ups, and downs, of two kinds of experts in a dispatch: what the first kind takes by itself, 32 lanes a tile
-    /// if either kind's can, as the other's four lanes do in a workgroup of any size. None where one kernel does not make gate and up.
-    pub(crate) fn of_lone_experts(gpu: &Gpu, layouts: [&ExpertLayout; 2]) -> Option<[Self; 2]> {
-        let mut all = [None; 2];
+    /// For a lone token's gates and ups, and downs, of two kinds of experts in a dispatch, of each kind: what the first takes by itself, 32 lanes
+    /// a tile if either can, as the other's four lanes do in workgroups of any size. Where the second kind's rows are longer, two of its
+    /// tiles are on their way (EXP-GPU-22). None where one kernel does not make gate and up.
+    pub(crate) fn of_lone_experts(gpu: &Gpu, layouts: [&ExpertLayout; 2]) -> Option<[[Self; 2]; 2]> {
+        let blocks = |rows: usize| rows.div_ceil(ROWS) * TIMES;
+        let mut kinds = Vec::new();
         for layout in layouts {
             let (encoding, uniform, _) = layout.fused()?;
             let (down, tiles) = (layout.tensors[2].encoding, layout.tiles(2)?);
-            let blocks = |rows: usize| rows.div_ceil(ROWS) * TIMES;
-            let own = [
-                Self::of_either(
-                    gpu,
-                    encoding,
-                    2 * blocks(layout.d_expert()),
-                    uniform.groups(layout.d_model()),
-                ),
-                Self::of_lone_down(gpu, down, blocks(layout.d_model()), tiles.groups(layout.d_expert())),
-            ];
-            for (best, own) in all.iter_mut().zip(own) {
-                *best = best
-                    .filter(|best: &Self| best.lanes != Lanes::Four || own.lanes == Lanes::Four)
-                    .or(Some(own));
-            }
+            let groups = [uniform.groups(layout.d_model()), tiles.groups(layout.d_expert())];
+            kinds.push([
+                (Self::of_either(gpu, encoding, 2 * blocks(layout.d_expert()), groups[0]), groups[0]),
+                (Self::of_lone_down(gpu, down, blocks(layout.d_model()), groups[1]), groups[1]),
+            ]);
         }
-        all[0].zip(all[1]).map(|(first, second)| [first, second])
+        Some([0, 1].map(|product| {
+            let [(first, groups), (second, others)] = [kinds[0][product], kinds[1][product]];
+            let best = if first.lanes == Lanes::Four { second } else { first };
+            match best.lanes {
+                Lanes::Wide(ahead) if others > groups => {
+                    [best, Self { lanes: Lanes::Wide(ahead.max(2)), ..best }]
+                }
+                _ => [best, best],
+            }
+        }))
     }
 
     /// In workgroups of so many threads at least.

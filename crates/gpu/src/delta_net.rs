@@ -351,6 +351,7 @@ impl DeltaNet {
                 .constant("LANES", lanes)
                 .constant("THREADS", threads)
                 .constant("TILE", tile)
+                .flag("REMEMBERS_EARLY", tile == 1 && threads > THREADS)
                 .constant("PARTS", parts)
         };
         let with_found = |threads: usize, tile: usize| {

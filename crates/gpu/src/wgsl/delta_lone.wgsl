@@ -5,7 +5,7 @@
 
 fn read_items(ahead: ptr<function, Ahead>, run: Run, base: u32, lane: u32) {}
 
-/// The query by 32 lanes, the key by 32, values by 32, the rates by one of the rest.
+/// The query by 32 lanes, the key by 32, values by 32, the rates by one of the rest; lanes behind those leave what is remembered.
 fn stage_items(ahead: ptr<function, Ahead>, run: Run, lane: u32) {
     let sub = lane / HEAD_LANES;
     let chunks = select(KEY_CHUNKS, ROW_CHUNKS, sub >= 2u);
@@ -27,6 +27,9 @@ fn stage_items(ahead: ptr<function, Ahead>, run: Run, lane: u32) {
         }
     }
     // Beside the others, while they wait for their inputs.
+    if (REMEMBERS_EARLY && lane >= 4u * HEAD_LANES) {
+        remember(run, run.end, run.to, lane - 4u * HEAD_LANES, THREADS - 4u * HEAD_LANES);
+    }
     if (lane == 3u * HEAD_LANES) {
         staged[STAGED - 1u] = rates_of(run.first, head / 2u * 2u);
     }

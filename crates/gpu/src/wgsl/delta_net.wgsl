@@ -2,7 +2,7 @@
 // two of them in registers, and all teams of a workgroup are of one value head. Workgroups: (runs of rows, value head, run).
 //
 // Needs: delta_channels.wgsl, const KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, CONV, STRIDE, Q_AT, K_AT, V_AT, UNIT, STATE, MIXED as delta_mix.wgsl, MARKS_AT (in the
-// words), LANES (of a team, of one subgroup), THREADS, TILE (tokens that are staged at once), PARTS (vectors of a row that a lane
+// words), LANES (of a team, of one subgroup), THREADS, TILE (tokens that are staged at once), REMEMBERS_EARLY (stage_items does), PARTS (vectors of a row that a lane
 // holds); fn read_items, stage_items (delta_staged.wgsl or delta_lone.wgsl); fn answer, end (delta_found.wgsl or delta_ended.wgsl); fn load_parts, meet_parts,
 // take_parts, leave_parts, which call the ones here; the buffers words (u32), plane, states (vec4<f32>).
 //
@@ -116,10 +116,10 @@ fn joined(sums: Sums) -> vec2<f32> {
 /// Leaves the inputs of the convolution's last positions before `end` in a state: of this workgroup's values, and of queries and
 /// keys if it is the key head's first. A channel is always the same lane's, which reads it before it writes it: so a state may be its own
 /// successor.
-fn remember(run: Run, end: u32, state: u32, lane: u32) {
+fn remember(run: Run, end: u32, state: u32, lane: u32, lanes: u32) {
     let keys = select(0u, 2u * KEY_CHUNKS, row_chunk == 0u && head % PER_KEY == 0u);
     let n = end - run.first;
-    for (var i = lane; i < keys + ROW_CHUNKS; i += THREADS) {
+    for (var i = lane; i < keys + ROW_CHUNKS; i += lanes) {
         var channel = i;
         var column = select(K_AT / 4u - KEY_CHUNKS, Q_AT / 4u, i < KEY_CHUNKS) + head / PER_KEY * KEY_CHUNKS + i;
         if (i >= keys) {
@@ -194,7 +194,7 @@ fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) l
                 if (is_there) {
                     leave_parts(&s, row_of(state, row), part);
                 }
-                remember(run, base + i + 1u, state, lane);
+                remember(run, base + i + 1u, state, lane, THREADS);
                 mark++;
             }
         }
@@ -202,6 +202,8 @@ fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) l
     if (is_there) {
         leave_parts(&s, row_of(run.to, row), part);
     }
-    remember(run, run.end, run.to, lane);
+    if (!REMEMBERS_EARLY) {
+        remember(run, run.end, run.to, lane, THREADS);
+    }
     end(lane);
 }
