@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Map, Value, json};
 use smoe_engine::{Engine, ExpertPath, Meters, Synced};
-use smoe_meter::{Phase, PhaseSnapshot, RouteSnapshot, StoreSnapshot};
+use smoe_meter::{Phase, PhaseSnapshot, RouteSnapshot, StoreSnapshot, TierSnapshot};
 
 use crate::answer::Answer;
 use crate::args::{InstrumentArgs, InstrumentForm};
@@ -27,17 +27,20 @@ pub struct Mark {
     at: Instant,
     store: StoreSnapshot,
     phases: PhaseSnapshot,
+    tier: TierSnapshot,
 }
 
 impl Mark {
     /// Now.
     pub fn now(meters: &Meters) -> Self {
-        Self { at: Instant::now(), store: meters.store.snapshot(), phases: meters.phases.snapshot() }
+        let tier = meters.tier.as_ref().map(|tier| tier.snapshot()).unwrap_or_default();
+        Self { at: Instant::now(), store: meters.store.snapshot(), phases: meters.phases.snapshot(), tier }
     }
 
     /// Nothing counted yet.
     fn nothing(at: Instant) -> Self {
-        Self { at, store: StoreSnapshot::default(), phases: PhaseSnapshot::default() }
+        let (store, phases) = (StoreSnapshot::default(), PhaseSnapshot::default());
+        Self { at, store, phases, tier: TierSnapshot::default() }
     }
 
     /// What lies between this mark and a later one.
@@ -46,6 +49,7 @@ impl Mark {
             time: later.at.saturating_duration_since(self.at),
             store: later.store - self.store,
             phases: later.phases - self.phases,
+            tier: later.tier - self.tier,
         }
     }
 }
@@ -59,6 +63,8 @@ pub struct Stretch {
     pub store: StoreSnapshot,
     /// Time by phase, of the steps that ended in it.
     pub phases: PhaseSnapshot,
+    /// The counters of a device's tier of experts; nothing without one.
+    pub tier: TierSnapshot,
 }
 
 impl Stretch {
@@ -213,6 +219,17 @@ fn steps_json(work: &Stretch, routes: &RouteSnapshot, unit: &str) -> Map<String,
     for (name, count) in each {
         set(&format!("{name}_per_{unit}"), json!(work.per_step(count)));
     }
+    if let Some(rate) = work.tier.hit_rate() {
+        set("device_hit_rate", json!(rate));
+        let each = [
+            ("read_over_bus", work.tier.over_bus),
+            ("computed_here", work.tier.computed),
+            ("load_bytes", work.tier.load_bytes),
+        ];
+        for (name, count) in each {
+            set(&format!("device_{name}_per_{unit}"), json!(work.per_step(count)));
+        }
+    }
     let decode_ms = work.per_step(store.decode_ns).map(|ns| ns / 1e6);
     set(&format!("entropy_decode_ms_per_{unit}"), json!(decode_ms));
     map
@@ -330,7 +347,7 @@ pub(crate) mod tests {
         let before = engine.store_snapshot();
         let reading = answered(&mut engine, &model.prompt(24, 1), 20);
         let all = engine.store_snapshot() - before;
-        let Stretch { time, store, phases } = reading.decode;
+        let Stretch { time, store, phases, .. } = reading.decode;
         assert_eq!(phases.steps(), 19);
         let sum: u64 = Phase::ALL.into_iter().map(|phase| reading.decode.phase_ns(phase)).sum();
         assert_eq!(u128::from(sum), time.as_nanos());
@@ -348,6 +365,7 @@ pub(crate) mod tests {
 
         let json = reading.to_json();
         let number = |key: &str| json[key].as_f64().unwrap();
+        assert!(json.get("device_hit_rate").is_none(), "there is no device");
         assert_eq!(json["demand_misses"], store.demand_misses);
         assert_eq!(json["disk_bytes"], store.disk_bytes);
         assert!((number("misses_per_token") * 19.0 - store.demand_misses as f64).abs() < 1e-6);

@@ -82,25 +82,41 @@ impl TierSnapshot {
     }
 }
 
+impl TierSnapshot {
+    /// Each counter of both, combined.
+    fn with(self, other: Self, of: impl Fn(u64, u64) -> u64) -> Self {
+        Self {
+            hits: of(self.hits, other.hits),
+            misses: of(self.misses, other.misses),
+            computed: of(self.computed, other.computed),
+            over_bus: of(self.over_bus, other.over_bus),
+            loads: of(self.loads, other.loads),
+            load_bytes: of(self.load_bytes, other.load_bytes),
+            evictions: of(self.evictions, other.evictions),
+            submits: of(self.submits, other.submits),
+            submit_ns: of(self.submit_ns, other.submit_ns),
+            ahead_ns: of(self.ahead_ns, other.ahead_ns),
+            waits: of(self.waits, other.waits),
+            wait_ns: of(self.wait_ns, other.wait_ns),
+            dispatches: of(self.dispatches, other.dispatches),
+        }
+    }
+}
+
 impl std::ops::Sub for TierSnapshot {
     type Output = Self;
 
     /// What was counted between `earlier` and `self`.
     fn sub(self, earlier: Self) -> Self {
-        Self {
-            hits: self.hits.saturating_sub(earlier.hits),
-            misses: self.misses.saturating_sub(earlier.misses),
-            computed: self.computed.saturating_sub(earlier.computed),
-            over_bus: self.over_bus.saturating_sub(earlier.over_bus),
-            loads: self.loads.saturating_sub(earlier.loads),
-            load_bytes: self.load_bytes.saturating_sub(earlier.load_bytes),
-            evictions: self.evictions.saturating_sub(earlier.evictions),
-            submits: self.submits.saturating_sub(earlier.submits),
-            submit_ns: self.submit_ns.saturating_sub(earlier.submit_ns),
-            ahead_ns: self.ahead_ns.saturating_sub(earlier.ahead_ns),
-            waits: self.waits.saturating_sub(earlier.waits),
-            wait_ns: self.wait_ns.saturating_sub(earlier.wait_ns),
-            dispatches: self.dispatches.saturating_sub(earlier.dispatches),
-        }
+        self.with(earlier, u64::saturating_sub)
+    }
+}
+
+impl std::ops::Add for TierSnapshot {
+    type Output = Self;
+
+    /// What was counted in both intervals.
+    fn add(self, other: Self) -> Self {
+        self.with(other, |a, b| a + b)
     }
 }

@@ -214,6 +214,7 @@ mod tests {
 
     fn meters() -> Meters {
         Meters {
+            tier: None,
             phases: Arc::new(PhaseMeter::default()),
             store: Arc::new(StoreMeter::default()),
             routes: Arc::new(RouteMeter::new(2, 3, 1)),

@@ -14,7 +14,7 @@ use axum::routing::get;
 use smoe_engine::Load;
 use smoe_engine::memory::MemoryFacts;
 use smoe_engine::plan::Plan;
-use smoe_meter::{Phase, PhaseSnapshot, StoreSnapshot};
+use smoe_meter::{Phase, PhaseSnapshot, StoreSnapshot, TierSnapshot};
 
 use crate::AppState;
 use crate::model::Model;
@@ -46,6 +46,8 @@ struct Seen {
     warnings: usize,
     phases: PhaseSnapshot,
     store: StoreSnapshot,
+    /// If a device computes.
+    tier: Option<TierSnapshot>,
     plan: Option<Plan>,
     ring_limit: Option<usize>,
 }
@@ -61,6 +63,7 @@ impl Seen {
             warnings: model.warnings().len(),
             phases: meters.map(|meters| meters.phases.snapshot()).unwrap_or_default(),
             store: meters.map(|meters| meters.store.snapshot()).unwrap_or_default(),
+            tier: meters.and_then(|meters| meters.tier.as_ref()).map(|tier| tier.snapshot()),
             plan: model.info().map(|info| info.plan.clone()),
             ring_limit: glance.ok().flatten().map(|glance| glance.ring_limit),
         }
@@ -142,6 +145,22 @@ const FAMILIES: &[Family] = &[
     ("smoe_disk_read_errors_total", "counter", "Disk reads that failed.", |s| c(s.store.read_errors)),
     ("smoe_record_errors_total", "counter", "Records that were damaged.", |s| {
         c(s.store.checksum_errors + s.store.decode_errors)
+    }),
+    ("smoe_device_expert_hits_total", "counter", "Experts asked for that the device held.", |s| {
+        c(s.tier?.hits)
+    }),
+    ("smoe_device_expert_misses_total", "counter", "Experts asked for that it did not hold.", |s| {
+        c(s.tier?.misses)
+    }),
+    (
+        "smoe_device_over_bus_total",
+        "counter",
+        "Of those, read by its kernels where the ring has them.",
+        |s| c(s.tier?.over_bus),
+    ),
+    ("smoe_device_computed_here_total", "counter", "And computed by the processor.", |s| c(s.tier?.computed)),
+    ("smoe_device_loaded_bytes_total", "counter", "Bytes of experts brought to the device.", |s| {
+        c(s.tier?.load_bytes)
     }),
     ("smoe_ring_slots", "gauge", "Slots for experts, as planned.", |s| n(s.plan.as_ref()?.ring_slots)),
     ("smoe_ring_limit_slots", "gauge", "Slots that may be used now.", |s| n(s.ring_limit?)),
@@ -261,7 +280,12 @@ mod tests {
         let tally = Tally::default();
         tally.responded("/v1/models", 200);
         tally.answered(&smoe_engine::Usage { completion: 3, ..Default::default() });
-        let models = ["a", "b"].map(|model| Seen { model: model.to_owned(), ..Seen::default() });
+        let tier = Some(TierSnapshot { hits: 7, ..TierSnapshot::default() });
+        let models = [("a", None), ("b", tier)].map(|(model, tier)| Seen {
+            model: model.to_owned(),
+            tier,
+            ..Seen::default()
+        });
         let page = page(&tally, &models, &memory());
         let mut families: Vec<(&str, &str)> = Vec::new();
         let mut samples = std::collections::HashSet::new();
@@ -283,6 +307,8 @@ mod tests {
         }
         assert!(samples.contains("smoe_requests_total{route=\"/v1/models\",status=\"200\"}"));
         assert!(samples.contains("smoe_time_to_first_token_seconds_bucket{le=\"+Inf\"}"));
+        assert!(page.contains("smoe_device_expert_hits_total{model=\"b\"} 7\n"));
+        assert!(!samples.contains("smoe_device_expert_hits_total{model=\"a\"}"), "it has no device");
         assert!(samples.contains("smoe_phase_seconds_total{model=\"b\",phase=\"demand_wait\"}"));
     }
 }

@@ -128,7 +128,8 @@ impl<'a> Run<'a> {
 }
 
 fn plus(a: Stretch, b: Stretch) -> Stretch {
-    Stretch { time: a.time + b.time, store: a.store + b.store, phases: a.phases + b.phases }
+    let (store, phases) = (a.store + b.store, a.phases + b.phases);
+    Stretch { time: a.time + b.time, store, phases, tier: a.tier + b.tier }
 }
 
 /// The last steps of a trace, as many as are replayed.

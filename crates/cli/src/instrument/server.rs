@@ -189,6 +189,7 @@ mod tests {
     /// A model that does `n` steps when it is asked to.
     fn scripted(id: &str) -> (Loaded, impl FnMut(usize)) {
         let meters = Meters {
+            tier: None,
             phases: Arc::default(),
             store: Arc::default(),
             routes: Arc::new(smoe_meter::RouteMeter::new(1, 4, 2)),

@@ -121,6 +121,17 @@ fn experts(
         a_token(store.demand_misses),
         a_token(store.evictions)
     )?;
+    let tier = &decode.tier;
+    if tier.misses > 0 {
+        let (rate, brought) = (percent(tier.hit_rate()), Bytes(a_token(tier.load_bytes) as u64));
+        let (hits, misses) = (a_token(tier.hits), a_token(tier.misses));
+        writeln!(out, "device       {rate}: {hits:.1} hits, {misses:.1} misses, {brought} brought {unit}")?;
+        let (over_bus, computed) = (a_token(tier.over_bus), a_token(tier.computed));
+        writeln!(
+            out,
+            "             {over_bus:.1} read over the bus, {computed:.1} computed by the processor"
+        )?;
+    }
     if store.ahead_reads + store.ahead_hits + store.ahead_late > 0 {
         writeln!(
             out,
@@ -222,12 +233,19 @@ mod tests {
         reading.ring_slots = 9_999;
         reading.slot_bytes = 44 << 20;
         reading.decode.store.demand_hits *= 1000;
+        reading.decode.tier.hits = 19 * 9_999;
+        reading.decode.tier.misses = 19 * 999;
+        reading.decode.tier.over_bus = 19 * 998;
+        reading.decode.tier.computed = 19;
+        reading.decode.tier.load_bytes = 19 << 30;
         reading.decode.store.disk_bytes *= 100_000;
         reading.decode.store.busy_ns *= 100_000;
-        for text in [small, table(&reading)] {
+        for text in [small.clone(), table(&reading)] {
             for line in text.lines() {
                 assert!(line.chars().count() <= 80, "{line}");
             }
+            let device = text.contains("998.0 read over the bus, 1.0 computed");
+            assert_eq!(device, text != small, "none without a device: {text}");
             for phase in Phase::ALL.into_iter().filter(|&phase| reading.decode.phase_ns(phase) > 0) {
                 assert!(text.lines().any(|line| line.starts_with(title(phase))), "{text}");
             }

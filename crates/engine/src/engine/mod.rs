@@ -231,6 +231,7 @@ impl Engine {
             phases: self.phase_meter.clone(),
             store: self.store_meter.clone(),
             routes: self.watch.meter().clone(),
+            tier: self.backend.tier().map(|tier| tier.meter),
         }
     }
 

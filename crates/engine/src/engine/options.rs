@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use smoe_meter::{PhaseMeter, RouteMeter, StoreMeter};
+use smoe_meter::{PhaseMeter, RouteMeter, StoreMeter, TierMeter};
 use smoe_store::{DirectIo, OpenMode};
 
 use crate::EngineError;
@@ -153,6 +153,8 @@ pub struct Meters {
     pub store: Arc<StoreMeter>,
     /// How tokens are routed.
     pub routes: Arc<RouteMeter>,
+    /// What a device's tier of experts counts, if there is one.
+    pub tier: Option<Arc<TierMeter>>,
 }
 
 /// Why a generation ended.
