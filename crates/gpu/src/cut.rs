@@ -395,7 +395,7 @@ impl Cut {
         };
         let (binding, words) = self.memories.text();
         constants.extend(binding);
-        let tiles = [TILES, words, include_str!("wgsl/coded_job.wgsl")].concat();
+        let tiles = [TILES, words, self.memories.part(), include_str!("wgsl/coded_job.wgsl")].concat();
         let job = "job: ptr<function, Job>";
         if let Some(ahead) = self.wide(encoding, groups) {
             assert_eq!((blocks, self.pass), (1, 1), "blocks and tokens of a workgroup");

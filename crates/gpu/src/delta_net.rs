@@ -2,7 +2,7 @@
 //!
 //! The states are the CPU's, number by number: `delta_net` in `smoe-kernels` defines them and what becomes of them.
 
-use crate::norm::{Draft, demand, demand_coded};
+use crate::draft::{Draft, demand, demand_coded};
 use crate::quantise::{GRID, Repeated};
 use crate::shader::{Access, Op};
 use crate::{CodedPlane, Gpu, GpuError, Slice, Step};

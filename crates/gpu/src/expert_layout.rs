@@ -5,8 +5,8 @@ use smoe_format::spec::Activation;
 use smoe_format::{Encoding, Uniform};
 
 use crate::Slice;
+use crate::draft::demand;
 use crate::memories::Memories;
-use crate::norm::demand;
 
 /// How the experts of a layer lie in slots, and what they make of their products.
 #[derive(Clone, Debug)]

@@ -6,9 +6,9 @@ use smoe_format::{Encoding, Uniform};
 
 use crate::coded::{CodedOp, ExactMatmul, PASSES, pass_of, passes};
 use crate::cut::{Cut, Lanes, Tuning};
+use crate::draft::{Draft, demand};
 use crate::float::FloatCut;
 use crate::memories::Memories;
-use crate::norm::{Draft, demand};
 use crate::quantise::GRID;
 use crate::rope::{Angles, RopePairs, Rows};
 use crate::shader::{Access, Op};

@@ -17,4 +17,12 @@ impl Memories {
             Self::Two(binding) => (Some(("BEHIND", binding)), include_str!("wgsl/memory_two.wgsl")),
         }
     }
+
+    /// What reads one of four where words are vectors.
+    pub(crate) const fn part(self) -> &'static str {
+        match self {
+            Self::One => include_str!("wgsl/memory_one_part.wgsl"),
+            Self::Two(_) => include_str!("wgsl/memory_two_part.wgsl"),
+        }
+    }
 }

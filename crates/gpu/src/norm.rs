@@ -1,6 +1,6 @@
 //! The residual stream: what each part of a layer adds to it and takes of it ([`MixNorm`]).
 
-pub(crate) use crate::draft::{Draft, demand, demand_coded};
+use crate::draft::{Draft, demand, demand_coded};
 use crate::shader::{Access, Op};
 use crate::{CodedPlane, Gpu, GpuError, Quantise, Slice, Step};
 

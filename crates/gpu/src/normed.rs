@@ -3,7 +3,8 @@
 use smoe_format::tile::ROWS;
 
 use crate::cut::{Cut, Tuning};
-use crate::norm::{Delta, Draft, NORM_ROW, NormCut, add_delta, demand};
+use crate::draft::{Draft, demand};
+use crate::norm::{Delta, NORM_ROW, NormCut, add_delta};
 use crate::quantise::{GRID, Repeated};
 use crate::shader::{Access, Op};
 use crate::{Columns, DeviceKind, Gpu, GpuError, Slice, Step, Weights};

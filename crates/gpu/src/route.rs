@@ -2,9 +2,10 @@
 
 use smoe_format::spec::{GroupScore, MoeSpec, RouterKind};
 
+use crate::draft::{Draft, demand, demand_coded};
 use crate::float::{self, FloatCut, Operand, SOME_EXPERTS};
 use crate::memories::Memories;
-use crate::norm::{Delta, Draft, Halt, NORM_ROW, NormCut, add_delta, demand, demand_coded};
+use crate::norm::{Delta, Halt, NORM_ROW, NormCut, add_delta};
 use crate::quantise::assert_plane;
 use crate::shader::{Access, Op};
 use crate::{CodedPlane, Gpu, GpuError, Slice, Step, Weights, WorkList};

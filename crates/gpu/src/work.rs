@@ -1,7 +1,7 @@
 //! The list of what a layer's experts are to compute.
 
 use crate::coded::MANY;
-use crate::norm::demand;
+use crate::draft::demand;
 use crate::{ExpertLayout, Gpu, GpuError, Slice};
 
 /// Most pairs of an entry, where experts have few and where they have many: what kernels of a few tokens, and of many, take at once.

@@ -3,7 +3,7 @@
 // are bytes); exchanges with lanes that have other columns of the same rows leave it one row's integer. Then sixteen
 // lanes run down the groups of a block, two rows each, with one fused multiply-add a group.
 //
-// Needs: coded_tiles.wgsl; memory_one.wgsl or memory_two.wgsl; coded_plane.wgsl or coded_own.wgsl, the operand; coded_wide_exchange.wgsl or
+// Needs: coded_tiles.wgsl; memory_one.wgsl or memory_two.wgsl, and their parts; coded_plane.wgsl or coded_own.wgsl, the operand; coded_wide_exchange.wgsl or
 // coded_wide_played.wgsl; fn finish, which takes the sums; fn fma2, const PLAYED; the lists load_tiles and take_tiles of what is here by
 // the tile, which cut.rs appends; consts THREADS, TILES_AHEAD, ROW_TILES (of a block of rows), ONE_ROUND.
 
@@ -57,7 +57,7 @@ fn load_tile(job: ptr<function, Job>, window: ptr<function, Window>, first: u32,
             (*window).pieces[PIECES * i + 1u] = word(at + lane + 32u);
         }
         let row = row_of(lane);
-        (*window).scales[i] = word(at + 4u * LOW_LINES + (row >> 3u))[(row >> 1u) & 3u];
+        (*window).scales[i] = part(at + 4u * LOW_LINES + (row >> 3u), (row >> 1u) & 3u);
         if (X_AHEAD) {
             load_x(job, window, tile, lane, i);
         }
